@@ -49,8 +49,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 
+# of the package, and of a user's program
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/cpu_attention.py

@@ -1,29 +1,35 @@
 """Attention for ragged batches: NestedTensors, packed tensors and padded batches, without computing padding."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import torch_registry
-from ._estimate import estimate
+from ._estimate import Estimate, estimate
 from ._patch import NotPackedError, NotPackedWarning, PatchHandle, patch
-from ._patch_all import patch_all
+from ._patch_all import PatchAllHandle, patch_all
 from .functional import explain, varlen_attention
 from .kernels.backend import Backend, HeadDims
-from .kernels.registry import register_backend
+from .kernels.registry import BackendHandle, register_backend
 from .kernels.relative import RelativeBias
-from .kernels.select import SlowBackendWarning, available_backends, use_backend
+from .kernels.select import Explanation, SlowBackendWarning, available_backends, use_backend
 from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
 from .layouts.tree import TreeLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary
+from .patching.handle import Counts
 
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
+    "BackendHandle",
+    "Counts",
+    "Estimate",
+    "Explanation",
     "HeadDims",
     "NotPackedError",
     "NotPackedWarning",
     "PagedLayout",
+    "PatchAllHandle",
     "PatchHandle",
     "RelativeBias",
     "Rotary",
@@ -48,12 +54,16 @@ if torch_registry.is_supported():
     torch_registry.register()
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("data", "distributed", "hf"):  # imported on first use, for numpy, torch.distributed and transformers
-        import importlib
+if TYPE_CHECKING:
+    from . import data, distributed, hf
+else:
 
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in ("data", "distributed", "hf"):  # imported on first use: torch.distributed and transformers take long
+            import importlib
+
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

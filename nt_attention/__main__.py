@@ -11,6 +11,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from . import __version__
+from .kernels.measurements import package_version
+
 COMMANDS = {
     "bench": "compare and time every backend, padded SDPA and NestedTensor SDPA",
     "check": "verify the backends on this machine against float64",
@@ -32,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nt_attention", description="Without a command: print the environment and every backend's state."
     )
+    parser.add_argument("--version", action="store_true", help="print the versions of this and its packages, and exit")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, description in COMMANDS.items():
         command = commands.add_parser(
@@ -43,6 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 command.error(f"{name} needs rich: pip install 'nt-attention[cli]'")
             importlib.import_module(f".cli.{name.replace('-', '_')}", __package__).add_arguments(command)
     options = parser.parse_args(arguments)
+    if options.version:
+        found = {name: package_version(name) for name in ("torch", "transformers", "triton")}
+        print(
+            f"nt_attention {__version__}",
+            *[f"{name} {version}" for name, version in found.items() if version],
+            sep=", ",
+        )
+        return 0
     command_name = (options.command or "environment").replace("-", "_")
     status: int = importlib.import_module(f".cli.{command_name}", __package__).main(options)
     return status

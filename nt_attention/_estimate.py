@@ -53,6 +53,8 @@ class Estimate:
         refused: why `patch` refuses the model, or None.
     """
 
+    __module__ = "nt_attention"
+
     model: str
     training: bool
     batches: int

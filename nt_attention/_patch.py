@@ -180,6 +180,24 @@ def _check_mesh(mesh: Any, cuda_graphs: bool, padding_free: bool) -> None:
         raise ValueError("a mesh divides packed batches: leave out padding_free=False or mesh.")
 
 
+def _hugging_face(module: nn.Module) -> Any:
+    """The module `hf.patch_model`, or None if `module` is no Hugging Face model.
+
+    Raises:
+        ImportError: it is one, and the version of transformers is too old.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return None
+    try:
+        from .hf import patch_model
+    except ImportError:
+        if isinstance(module, modeling.PreTrainedModel):
+            raise
+        return None
+    return patch_model
+
+
 def _patch_modules(
     name: str,
     module: nn.Module,
@@ -204,11 +222,9 @@ def _patch_modules(
         if handle.mesh is None and not isinstance(module, VarlenMultiheadAttention):
             handle.skip(name, "it is the attention module itself: use VarlenMultiheadAttention.from_torch(module).")
         return
-    if "transformers" in sys.modules:  # if not, the model has no Hugging Face models
-        from .hf import patch_model
-
-        if patch_model.patch_model(name, module, handle, padding_free, packing):
-            return
+    hugging_face = _hugging_face(module)
+    if hugging_face is not None and hugging_face.patch_model(name, module, handle, padding_free, packing):
+        return
     if padding_free and padded_because is None:
         padded_because = stacks.why_attention_is_padded(module)
     for child_name, child in list(children_of(module).items()):  # not named_children(), which skips second names

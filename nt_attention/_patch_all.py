@@ -29,6 +29,8 @@ class PatchAllHandle:
         active: False after `remove()`.
     """
 
+    __module__ = "nt_attention"
+
     def __init__(
         self,
         packing: Literal["auto", "always"],
@@ -39,7 +41,7 @@ class PatchAllHandle:
         self.models: Counter[str] = Counter()
         self.counts: dict[str, Counts] = {}
         self.left: dict[str, str] = {}
-        self.active = True
+        self.active: bool = True
         self._packing, self._on_fallback = packing, on_fallback
         self._cuda_graphs, self._shared_prefixes = cuda_graphs, shared_prefixes
         self._handles: weakref.WeakKeyDictionary[Handle, str] = weakref.WeakKeyDictionary()
@@ -74,8 +76,12 @@ class PatchAllHandle:
 
     def listener(self, model: nn.Module) -> None:
         """Patch a model that is complete. Whatever keeps it from being patched does not stop the program."""
-        from .hf.pickling import PreTrainedModel, leave_out_patches  # imports transformers, as the program has
-        from .hf.prove.store import keeping_all_proofs
+        try:
+            from .hf.pickling import PreTrainedModel, leave_out_patches  # imports transformers, as the program has
+            from .hf.prove.store import keeping_all_proofs
+        except ImportError as error:  # transformers is too old
+            self.left[type(model).__name__] = str(error)
+            return
 
         leave_out_patches()
         name = next((type(part).__name__ for part in model.modules() if isinstance(part, PreTrainedModel)), None)

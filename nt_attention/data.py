@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
+
+__all__ = ["TokenBudgetSampler"]
 
 # Into how many parts a factor of 2 of lengths is divided. Examples of one part are in random order. Where examples do
 # not fit in a loose order, a finer one is tried.
@@ -49,6 +51,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
                 assert sum(len(ids) for ids in batch) <= 128
         ```
     """
+
+    lengths: NDArray[np.integer[Any]]
+    max_tokens: int
+    seed: int
+    rank: int
+    world_size: int
+    epoch: int
 
     def __init__(
         self, lengths: ArrayLike, max_tokens: int, seed: int = 0, rank: int | None = None, world_size: int | None = None

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Unpack, get_type_hints
+from typing import Any, Literal, NamedTuple, Unpack, get_type_hints, overload
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Choice, Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layouts.known import SequenceLayout, unwrap_each
 from .layouts.paged import PagedLayout
-from .layouts.protocol import Layout
+from .layouts.protocol import Layout, Sharded
 from .layouts.tree import TreeLayout
 from .torch_private import forward_ad_level, graph_break, is_any_autocast_enabled, without_torch_function
 
@@ -43,12 +43,60 @@ _NO_OPERATOR = (
 )
 
 
+@overload
 def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: Layout | Any | None = None,
-    key_layout: Layout | PagedLayout | Any | None = None,
+    layout: Layout | Sharded | None = None,
+    key_layout: Layout | PagedLayout | Sharded | None = None,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+    exchange: str = "auto",
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout | Sharded | None = None,
+    key_layout: Layout | PagedLayout | Sharded | None = None,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+    exchange: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout | Sharded | None = None,
+    key_layout: Layout | PagedLayout | Sharded | None = None,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    return_lse: bool,
+    backend: str = "auto",
+    exchange: str = "auto",
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout | Sharded | None = None,
+    key_layout: Layout | PagedLayout | Sharded | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -134,7 +182,7 @@ def varlen_attention(
         raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
-    arguments = _read(query, key, value, layout, key_layout, relative)
+    arguments = _read(query, key, value, layout, key_layout, relative, options)
     if sinks is not None:
         check_sinks(sinks, arguments.tensors.query)
         arguments = arguments._replace(sinks=True)
@@ -183,7 +231,7 @@ def explain(
     """
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
-    arguments = _read(query, key, value, layout, key_layout, relative)._replace(sinks=sinks is not None)
+    arguments = _read(query, key, value, layout, key_layout, relative, options)._replace(sinks=sinks is not None)
     spec = _spec(arguments, alibi_slopes is not None, options)
     _check_tensors_of_call(arguments, alibi_slopes)
     if sinks is not None:
@@ -265,7 +313,9 @@ def plan(
     """Check a call of `varlen_attention` and choose its backend, without running it."""
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
-    return plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
+    return plan_arguments(
+        _read(query, key, value, layout, key_layout, relative, options), alibi_slopes, backend, options
+    )
 
 
 def plan_arguments(
@@ -339,9 +389,10 @@ def _read(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: Layout | None,
-    key_layout: Layout | PagedLayout | None,
+    layout: Any,
+    key_layout: Any,
     relative: RelativeBias | None,
+    options: Mapping[str, Any],
 ) -> Arguments:
     """Pack the tensors, cast them under autocast, and ask who sees the call."""
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -361,6 +412,8 @@ def _read(
             relative = relative and relative.map_rows(lambda x: x, layout.keys.expand)
             tree: Any = layout
             layout, key_layout = tree.segments, tree.paths
+        if layout is None:
+            all_options(options)  # other names than ours say what the layout should be
         layout, key_layout = _layouts(query, layout, key_layout, mode)
     is_paged = isinstance(key_layout, PagedLayout)
     if mode == TRACED or is_any_autocast_enabled():

@@ -107,7 +107,7 @@ def graph_break(message: str) -> None:
 
 def recompile_limit(limit: int) -> Any:
     """A context with another number of programs that torch.compile keeps for a function."""
-    return _find("torch._dynamo.config").patch(recompile_limit=limit)
+    return torch._dynamo.config.patch(recompile_limit=limit)
 
 
 FakeTensor = _find("torch._subclasses.fake_tensor.FakeTensor")
@@ -184,6 +184,12 @@ relu_of_addmm: Callable[[Tensor, Tensor, Tensor], Tensor] = _find(
 # NestedTensors with the layout torch.jagged
 
 NestedTensor = _find("torch.nested._internal.nested_tensor.NestedTensor")
+# What `torch.nested.nested_tensor_from_jagged` calls. That function first asks whether torch.fx traces, and this logs a
+# warning in every program.
+nested_from_jagged: Callable[..., Tensor] = _find(
+    "torch.nested._internal.nested_tensor.nested_view_from_values_offsets_lengths",
+    torch.nested.nested_tensor_from_jagged,
+)
 nested_values_of = attrgetter("_values")  # without autograd
 extremes_of = attrgetter("_metadata_cache")  # the shortest and longest length, as the sizes of empty tensors
 

@@ -4,6 +4,8 @@ README.md is the front page, and each notebook of tools/notebooks.py a page, so 
 links to a file outside docs/ by its relative path, e.g. `../benchmarks/results/attention_cpu.md`, which also works
 where the Markdown is read in the repository. On the site it is a link to the repository or, for these notebooks, to
 their page. A link to a file that does not exist is a warning, and `make docs` fails on warnings.
+
+The links of type names have titles with the file of each name. They are left out: users import from `nt_attention`.
 """
 
 import json
@@ -59,3 +61,7 @@ def on_page_markdown(markdown, page, config, **_):
         return f"]({config.repo_url}/{kind}/main/{path.relative_to(ROOT).as_posix()}{match[2] or ''})"
 
     return LINK.sub(replace, markdown)
+
+
+def on_post_page(output, page, config, **_):
+    return re.sub(r' title="[^"]*\bnt_attention\.[^"]*"', "", output)

@@ -27,6 +27,7 @@ from ..kernels.select import SlowBackendWarning, available_backends
 from . import timing
 from .environment import device_name, devices, positive
 from .implementations import CaseInputs, Implementation, NotSupportedError, attention, implementations
+from .plot import picture_file, save_bars
 from .workloads import DISTRIBUTIONS, TOKENS, WORKLOADS, Workload, draw_lengths
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--device", choices=devices(), default=devices()[0])
     add("--forward-only", action="store_true", help="without gradients")
+    add("--plot", type=picture_file, metavar="FILE", help="also draw the times: a .png, .svg or .pdf")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -68,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     out.print(f"`{options.command_line}`\n\n{device_name(device)}; {packages}; {dtype}. {LEGEND}")
-    is_bad = False
+    is_bad, panels = False, dict[str, dict[str, float]]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowBackendWarning)  # the table shows which backend "auto" selects
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
@@ -78,15 +80,15 @@ def main(options: argparse.Namespace) -> int:
             notes = dict.fromkeys(f"- {name}: {x.note}" for name, found in results.items() for x in found if x.note)
             out.print(*notes, sep="\n")
             is_bad |= any(each.is_bad for measurements in results.values() for each in measurements)
+            panels[f"ms; {workload}"] = {name: x[-1].ms for name, x in results.items() if x[-1].ms is not None}
+    if options.plot:
+        direction = "forward" if options.forward_only else "forward + backward"
+        save_bars(options.plot, f"{direction}, {dtype}, {device_name(device)}", panels)
     return int(is_bad)
 
 
 def requested_workloads(options: argparse.Namespace, device: torch.device) -> list[Workload]:
-    """The workloads that the arguments describe.
-
-    Raises:
-        ValueError: arguments that do not fit each other.
-    """
+    """The workloads that the arguments describe. If they do not fit each other, a ValueError is raised."""
     if options.lengths is not None and options.workloads is not None:
         raise ValueError("--lengths describes a workload and --workloads names some: pass one of them.")
     if options.tokens is not None and ":" not in (options.lengths or ""):

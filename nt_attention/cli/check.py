@@ -72,11 +72,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def requested_cases(names: list[str] | None, which: list[str] | None, device: torch.device) -> list[Case]:
-    """The cases of the named backends, or of all that can run on the device.
-
-    Raises:
-        ValueError: a named backend can't run, or no case is left.
-    """
+    """The cases of the named backends, or of all that can run on the device. A ValueError if there are none."""
     known = registry.backends()
     cases = [case for name in able_backends(names, device) for case in cases_of(known[name])]
     selected = [case for case in cases if which is None or case.which in which]
@@ -86,11 +82,7 @@ def requested_cases(names: list[str] | None, which: list[str] | None, device: to
 
 
 def able_backends(names: list[str] | None, device: torch.device, reference: bool = False) -> list[str]:
-    """The named backends, or all that can run on the device. The reference only if it is asked for.
-
-    Raises:
-        ValueError: a named backend can't run.
-    """
+    """The named backends, or all that can run on the device; with `reference` this one too. Others: a ValueError."""
     reasons = {}
     for name, backend in registry.backends().items():
         spec = AttentionSpec(device, (backend.dtypes or (torch.float32,))[0], 1, 1, 64, 64, 0.125)

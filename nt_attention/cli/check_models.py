@@ -22,7 +22,6 @@ from .environment import output_file, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     about = "model types, such as bert; or names on the Hub or folders with a config.json; by default all types"
     parser.add_argument("models", nargs="*", metavar="MODEL", help=about)
     parser.add_argument("--write", type=output_file, metavar="FILE", help="write the checks to a JSON file")

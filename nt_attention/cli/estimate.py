@@ -13,6 +13,7 @@ import torch
 
 from .._estimate import MOST_BATCHES, estimate
 from .environment import device_name, devices, positive
+from .plot import picture_file, save_bars
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,30 +27,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=positive, default=20, help="about how long to measure (default: 20)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--device", choices=devices(), default=devices()[0])
+    add("--plot", type=picture_file, metavar="FILE", help="also draw positions and times: a .png, .svg or .pdf")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure, and print a report."""
-    from ..hf.pretrained import load_model  # imports transformers
-
     dtype = getattr(torch, options.dtype or ("float32" if options.device == "cpu" else "bfloat16"))
     try:
+        from ..hf.pretrained import load_model  # imports transformers
+
         batches = _batches(options)
         model = load_model(options.model, options.device, dtype)
         result = estimate(model, batches, training=options.training, seconds=options.seconds)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         options.error(str(error))
-    print(f"{device_name(torch.device(options.device))}; {dtype}\n{result}")
+    name = device_name(torch.device(options.device))
+    print(f"{name}; {dtype}\n{result}")
+    if options.plot:
+        sizes = {"padded": result.positions, "padded, sorted": result.sorted_positions, "packed": result.tokens}
+        panels: dict[str, dict[str, Any]] = {f"positions in {result.batches} batches": sizes}
+        if result.padded_ms and result.packed_ms:
+            panels["ms a batch"] = {"padded": result.padded_ms, "packed": result.packed_ms}
+        save_bars(options.plot, f"{result.model}, {'training' if result.training else 'inference'}, {name}", panels)
     return 0
 
 
 def _batches(options: argparse.Namespace) -> Iterable[Any]:
-    """Lists of lengths, or padded batches of token ids.
-
-    Raises:
-        OSError: the file, or the tokenizer of the model, can't be read.
-        ValueError: a line is no number, or no JSON object with a text; or the model has no tokenizer.
-    """
+    """Lists of lengths, or padded batches of token ids. Files with errors raise an OSError or a ValueError."""
     file, rows = options.lengths or options.text, options.batch
     with file.open(encoding="utf-8") as opened:
         lines = [line for line in islice(opened, MOST_BATCHES * rows) if line.strip()]

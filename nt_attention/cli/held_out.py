@@ -28,16 +28,8 @@ from .implementations import CaseInputs, attention
 from .workloads import CAUSAL, Workload, draw_lengths
 
 HEAD_DIMS = (64, 64, 64, 128, 128, 128, 256, 96, 32, (192, 128), 80, 192)
-MASKS: tuple[dict[str, Any], ...] = (
-    CAUSAL,
-    CAUSAL,
-    CAUSAL,
-    {},
-    {},
-    {"windows": (63, 4096)},
-    {"windows": (63, 1024), "sided": 2},
-    CAUSAL | {"softcap": 30.0},
-)
+_WINDOWS: tuple[dict[str, Any], ...] = ({"windows": (63, 4096)}, {"windows": (63, 1024), "sided": 2})
+MASKS = (*(CAUSAL,) * 3, {}, {}, *_WINDOWS, CAUSAL | {"softcap": 30.0})
 LENGTHS = ("lognormal", "lognormal", "uniform", "equal", "one long")
 MOST_PRODUCTS = 2e11  # head dim × visible pairs of all heads, about 1 ms on an H100
 ROUNDS, BURST = 7, 0.003  # seconds
@@ -80,9 +72,8 @@ def main(options: argparse.Namespace, device: torch.device) -> int:
             results.append(result)
             print(result, flush=True)
         if options.rows:
-            options.rows.write_text(
-                json.dumps([dataclasses.asdict(each) for each in results], indent=1) + "\n", "utf-8"
-            )
+            text = json.dumps([dataclasses.asdict(each) for each in results], indent=1)
+            options.rows.write_text(text + "\n", "utf-8")
     print(summary(results, options.seed))
     return 0
 
@@ -137,9 +128,8 @@ def _of_few_queries(source: random.Random, head_dim: int, value_dim: int) -> Wor
     queries = source.choice((1, 1, 1, max(1, FEW_ROWS // group)))
     most = round(_between(source, 128, 32768))
     sequences = max(1, round(_between(source, 1, min(512, 2**20 / most))))
-    keys = draw_lengths(f"{source.choice(LENGTHS[:4])}:{most}", sequences * most, seed=source.randrange(2**32))[
-        :sequences
-    ]
+    drawn = draw_lengths(f"{source.choice(LENGTHS[:4])}:{most}", sequences * most, seed=source.randrange(2**32))
+    keys = drawn[:sequences]
     about = f"{sequences} × {queries} queries of ≤ {most} keys, {heads}/{heads // group} × {head_dim}/{value_dim}"
     more: dict[str, Any] = {"key_lengths": tuple(max(n, queries) for n in keys), "value_dim": value_dim}
     return Workload("drawn", about, (queries,) * len(keys), heads, heads // group, head_dim, CAUSAL, **more)

@@ -144,12 +144,7 @@ def attention(name: str, inputs: CaseInputs) -> PreparedCall:
     leaves = q, k, v, *biases = tuple(x.detach().clone().requires_grad_() for x in given)
     if relative:
         options["relative"] = relative.with_tensors(biases)
-
-    def attend() -> Tensor:
-        out = varlen_attention(q, k, v, inputs.layout, inputs.key_layout, backend=name, **options)
-        assert isinstance(out, Tensor)
-        return out
-
+    attend = functools.partial(varlen_attention, q, k, v, inputs.layout, inputs.key_layout, backend=name, **options)
     return PreparedCall(attend, leaves, inputs.grad.nan_to_num(), biases=relative.terms if relative else ())
 
 
@@ -197,15 +192,13 @@ def nested(inputs: CaseInputs, backward: bool) -> PreparedCall:
     if is_causal and not (inputs.grad.is_cuda and layout.min_seqlen):
         raise NotSupportedError("SDPA on NestedTensors has no causal mask on a CPU or for sequences without tokens.")
 
-    def jagged(x: Tensor) -> Tensor:
-        bounds = layout.min_seqlen, layout.max_seqlen  # known bounds save SDPA a device sync
-        return torch.nested.nested_tensor_from_jagged(x, layout.offsets, None, 1, *bounds).detach()
-
     group = q.shape[1] // k.shape[1]
-    leaves = [jagged(x).requires_grad_() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))]
+    plain = q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    leaves = [layout.to_nested(x).detach().requires_grad_() for x in plain]
 
     def attend() -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in leaves)
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
 
-    return PreparedCall(attend, tuple(leaves), jagged(inputs.grad), lambda x: x.values(), repeats=group)
+    grad = layout.to_nested(inputs.grad).detach()
+    return PreparedCall(attend, tuple(leaves), grad, lambda x: x.values(), repeats=group)

@@ -13,12 +13,10 @@ PROGRAM = "from nt_attention.compat.flash_attn import *\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write, such as nt-flash")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write a variant for each backend of ``kernels``, and print the variable that transformers needs."""
     for backend in ("cpu", "cuda", "rocm", "xpu"):
         metadata = {"id": f"nt_flash_{backend}", "name": "nt-flash", "version": 1, "license": "Apache-2.0"}
         variant = options.folder / "build" / f"torch-{backend}"

@@ -21,8 +21,7 @@ def wall_ms(function: Callable[[], Any], seconds: float = 1.0) -> float:
 
 def device_ms(function: Callable[[], Any], repeats: int = 7, seconds: float = 0.02) -> float:
     """The device time of a call in ms, without the host's time: the median over bursts of calls, of some seconds."""
-    burst = Burst(function, seconds)
-    return statistics.median([burst() for _ in range(repeats)])
+    return device_ms_by_turns({"": function}, repeats, seconds)[""]
 
 
 def device_ms_by_turns(functions: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, float]:

@@ -100,23 +100,14 @@ def main(options: argparse.Namespace) -> int:
         check_file(file, device_name(device))
     except (argparse.ArgumentTypeError, ValueError) as error:
         options.error(str(error))
-    header = {
-        "command": options.command_line,
-        "date": str(date.today()),
-        "gpu": device_name(device),
-        "card": Card.of(device)._asdict(),
-        "versions": measurements.versions(),
-    }
+    header = {"command": options.command_line, "date": str(date.today()), "gpu": device_name(device)}
+    header |= {"card": Card.of(device)._asdict(), "versions": measurements.versions()}
     tune(header, file, list(units(options.head_dims)), 60 * (options.minutes or 2.0), device, options.rows)
     return 0
 
 
 def check_file(file: Path, gpu: str) -> None:
-    """Check that what a file has can be kept.
-
-    Raises:
-        ValueError: it has numbers of another GPU, or can't be read.
-    """
+    """Raise a ValueError if a file has numbers of another GPU, or can't be read."""
     if not file.is_file():
         return
     try:
@@ -223,10 +214,7 @@ def measure(
                 us = 1000 * timing.device_ms(function, REPEATS, BURST)
             except NotSupportedError:
                 continue
-            except (
-                RuntimeError,
-                ValueError,
-            ) as error:  # the kernel fails or refuses the size, or no memory is left
+            except (RuntimeError, ValueError) as error:  # the kernel fails, refuses the size, or has no memory
                 print(f"{name} failed on {workload.about} × {dims}, {kind}: {(str(error).splitlines() or [''])[0]}")
                 continue
             rows[direction, name].append((us, *inputs.counts(direction == "both")))

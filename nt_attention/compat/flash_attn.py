@@ -46,7 +46,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-_Result = Tensor | tuple[Tensor, Tensor, Tensor]
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
 _OUR_NAMES = {"softmax_scale": "scale", "causal": "is_causal"}
 
 
@@ -62,7 +62,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Result:
+) -> Result:
     """Attention of a batch in which all sequences have L queries and S keys.
 
     Tensors are copied only if their first two dimensions can't be merged into one.
@@ -132,7 +132,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Result:
+) -> Result:
     """`flash_attn_func` with keys and values in one tensor.
 
     Args:
@@ -169,7 +169,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Result:
+) -> Result:
     """`flash_attn_func` with queries, keys and values in one tensor.
 
     Args:
@@ -212,7 +212,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> _Result:
+) -> Result:
     """Attention of packed sequences. Sequences may have no queries or no keys.
 
     Args:
@@ -280,7 +280,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Result:
+) -> Result:
     """`flash_attn_varlen_func` with keys and values in one tensor.
 
     Args:
@@ -323,7 +323,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> _Result:
+) -> Result:
     """`flash_attn_varlen_func` with queries, keys and values in one tensor.
 
     Args:
@@ -458,8 +458,7 @@ def _attend(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) and lse (T, H) of packed queries."""
-    results = varlen_attention(q, k, v, layout, key_layout, alibi_slopes=alibi_slopes, return_lse=True, **options)
-    return cast(tuple[Tensor, Tensor], results)
+    return varlen_attention(q, k, v, layout, key_layout, alibi_slopes=alibi_slopes, return_lse=True, **options)
 
 
 def _options(softcap: float, window_size: Any, **given: Any) -> Options:

@@ -42,7 +42,7 @@ class ExchangeChoice:
         expected_us: exchange → the expected time in µs of the slowest rank, from bytes and work.
 
     Example:
-        >>> from nt_attention.distributed.attention import ExchangeChoice
+        >>> from nt_attention.distributed import ExchangeChoice
         >>> reasons = {"keys": "score_mod is not supported.", "heads": None}
         >>> print(ExchangeChoice("heads", reasons, {"heads": 8}, {"heads": 5.0}))
         exchange of heads

@@ -70,6 +70,11 @@ class ShardedLayout:
     """
 
     is_sharded: ClassVar[bool] = True
+    layout: SequenceLayout
+    mesh: DeviceMesh
+    mask: Mask
+    ranks: int
+    rank: int
 
     def __init__(
         self, layout: SequenceLayout, mesh: DeviceMesh, *, is_causal: bool, window_size: tuple[int, int]
@@ -86,11 +91,11 @@ class ShardedLayout:
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
         self.lengths: list[int] = layout.host.diff().tolist()
         self.plan: ShardPlan = make_plan(self.lengths, self.ranks, mask)
-        self.sizes = chunk_sizes(layout.total, self.ranks)
-        self.total = self.sizes[self.rank]
+        self.sizes: list[int] = chunk_sizes(layout.total, self.ranks)
+        self.total: int = self.sizes[self.rank]
         self._cache: dict[Any, Any] = {}
         # a copy without a handle, because the tensor and its owner would not be freed if they referred to each other
-        self.handle = tensor_of(copy.copy(self), self.device)
+        self.handle: Tensor = tensor_of(copy.copy(self), self.device)
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:

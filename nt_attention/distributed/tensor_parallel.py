@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMappin
 from typing import Any, cast
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -245,7 +246,8 @@ class HeadParallelAttention(VarlenMultiheadAttention):
                     f"attn_mask must have {batch * heads} rows of scores in its first dimension, for {heads} heads of "
                     f"all ranks, got {tuple(mask.shape)}."
                 )
-            return sum_gradients(mask).unflatten(0, (batch, heads))[:, own].flatten(0, 1)
+            of_heads = rearrange(sum_gradients(mask), "(b h) l s -> b h l s", b=batch)
+            return of_heads[:, own].flatten(0, 1)
 
         attn_mask, padding = masks.attn_mask, masks.key_padding_mask
         if isinstance(attn_mask, Tensor):

@@ -129,7 +129,7 @@ class CapturedCalls:
     def __init__(self, training: bool = False) -> None:
         self.training = training
         self.calls: Counter[str | None] = Counter()
-        self.captured = 0
+        self.captured: int = 0
         self._modules: weakref.WeakKeyDictionary[nn.Module, _OfModule] = weakref.WeakKeyDictionary()
         self._devices: dict[torch.device, Device] = {}  # of calls without gradients: all modules share their memory
         self._lock = threading.RLock()

@@ -4,6 +4,7 @@ It also registers the attention implementation "nt_attention/flash" with transfo
 would not run it.
 """
 
+from . import installed  # noqa: F401 (first: it checks the version)
 from .families import add_family
 from .pack.padded_on_read import packed
 from .route.attention import register

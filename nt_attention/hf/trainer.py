@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType, recursively_apply  # type: ignore[import-untyped]
+from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import IterableDataset
@@ -101,7 +102,8 @@ class ShardedTrainerMixin(TrainerOverrides, _Base):
         size = self.context_mesh.size()
 
         def once(x: Tensor) -> Tensor:  # (W · B, …) → (W / P · B, …)
-            return x.unflatten(0, (-1, size, x.shape[0] // dist.get_world_size()))[:, 0].flatten(0, 1)[:rows]
+            batch = x.shape[0] // dist.get_world_size()
+            return rearrange(x, "(n rank row) ... -> n rank row ...", rank=size, row=batch)[:, 0].flatten(0, 1)[:rows]
 
         return recursively_apply(once, self.accelerator.gather(values))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
 
+from ..hf.installed import transformers
 from ._saved import Saved
 
 __all__ = ["PackingCallback"]
 
 
-class PackingCallback(TrainerCallback):
+class PackingCallback(transformers.TrainerCallback):
     """Patches the model of a trainer, and adds `packed_tokens` and `padding_saved` to the trainer's logs.
 
     Both are of this process, since the last log: the number of tokens in packed calls, and the number of positions of

@@ -23,6 +23,7 @@ from ..layouts.paged import PagedLayout
 from ..layouts.protocol import Layout
 from ..layouts.tree import TreeLayout
 from .masks import Window
+from .other_names import unexpected_argument
 from .relative import RelativeBias
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -330,6 +331,7 @@ _FIELDS = {field.name: field for field in dataclasses.fields(AttentionSpec)}
 # The keyword arguments that `varlen_attention` passes on to kernels.
 OPTIONS: dict[str, Option] = {name: field.metadata["option"] for name, field in _FIELDS.items() if field.metadata}
 # 0 stands for 0.0: torch.compile makes inputs of floats in a dictionary, which checkpoints in a graph can't read.
+_OTHER_ARGUMENTS = ("layout", "key_layout", "sinks", "alibi_slopes", "relative", "return_lse", "backend", "exchange")
 _DEFAULTS = {name: 0 if isinstance(option.default, float) else option.default for name, option in OPTIONS.items()}
 _WITH_FEATURE = {name: option for name, option in OPTIONS.items() if option.feature}
 assert Options.__annotations__.keys() == OPTIONS.keys()
@@ -379,12 +381,13 @@ def all_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """All options by name, in a fixed order. Options that are not in `given` have their default.
 
     Raises:
-        TypeError: A name is not an option.
+        TypeError: A name is not an option. The message says which argument may be meant.
     """
     options = {**_DEFAULTS, **given}
     if len(options) > len(_DEFAULTS):
-        unknown = ", ".join(map(repr, sorted(given.keys() - _DEFAULTS.keys())))
-        raise TypeError(f"varlen_attention has no argument {unknown}.")
+        raise unexpected_argument(
+            "varlen_attention()", given.keys() - _DEFAULTS.keys(), (*_DEFAULTS, *_OTHER_ARGUMENTS)
+        )
     return options
 
 
@@ -456,7 +459,8 @@ def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int])
     elif not query[2] or not value[2]:
         problem = "head dims must not be 0"
     if problem is not None:
-        raise ValueError(f"{problem}: query {tuple(query)}, key {tuple(key)}, value {tuple(value)}.")
+        shapes = f"query {tuple(query)}, key {tuple(key)}, value {tuple(value)}"
+        raise ValueError(f"{problem}: {shapes}. The order is (T, H, D): (H, T, D) may have been passed.")
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, is_paged: bool) -> None:

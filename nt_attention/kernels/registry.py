@@ -56,6 +56,8 @@ class BackendHandle:
         backend: The backend that was registered.
     """
 
+    __module__ = "nt_attention"
+
     def __init__(self, backend: Backend, number: int) -> None:
         self.backend = backend
         self._number = number

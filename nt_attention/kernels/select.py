@@ -78,6 +78,8 @@ class Explanation:
           reference        cannot run  batch invariance is not supported: leave batch_invariant at False.
     """
 
+    __module__ = "nt_attention"
+
     chosen: str | None
     reasons: dict[str, tuple[str, ...]]
     asked: str

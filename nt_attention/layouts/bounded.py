@@ -77,6 +77,12 @@ class BoundedLayout(Layout):
     knows_lengths: ClassVar[bool] = False
     min_seqlen = 0
 
+    batch_size: int
+    device: torch.device
+    max_seqlen: int
+    total: int
+    sum_of_squares: int
+
     def __init__(self, offsets: Tensor, max_seqlen: int, max_tokens: int) -> None:
         check_readable(offsets, "offsets")
         is_flat = not offsets.is_nested and offsets.dim() == 1 and len(offsets) > 0

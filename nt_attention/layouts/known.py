@@ -66,8 +66,8 @@ class SequenceLayout(Layout):
     Example:
         >>> import nt_attention as nta
         >>> layout = nta.SequenceLayout.from_lengths([2, 0, 3])
-        >>> layout.total, layout.max_seqlen
-        (5, 3)
+        >>> layout
+        SequenceLayout(3 sequences, 5 tokens, max_seqlen=3, cpu)
         >>> layout.offsets
         tensor([0, 2, 2, 5])
     """
@@ -127,7 +127,8 @@ class SequenceLayout(Layout):
         raise AttributeError(f"layouts do not change: make a new one instead of setting {name}.")
 
     def __repr__(self) -> str:
-        return f"SequenceLayout({self.batch_size} sequences, {self.total} tokens, {self.max_seqlen=}, {self.device})"
+        sizes = f"{self.batch_size} sequences, {self.total} tokens, max_seqlen={self.max_seqlen}"
+        return f"SequenceLayout({sizes}, {self.device})"
 
     @classmethod
     def _ready(cls, facts: Facts, *args: Any, **of_mask: Any) -> SequenceLayout:

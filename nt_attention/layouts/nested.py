@@ -1,4 +1,4 @@
-"""Conversion of NestedTensors to packed values and back. Only this file uses `torch.nested`.
+"""Conversion of NestedTensors to packed values and back. Only this file makes them.
 
 Dimensions: B sequences, j their ragged length, T tokens in the batch, N ≥ T rows of a NestedTensor's values.
 
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nested import nested_tensor_from_jagged
 
 from ..compiler import is_compiling, is_tracing, refuse_jit_trace
 from ..torch_private import (
@@ -24,6 +23,7 @@ from ..torch_private import (
     extremes_in_graph,
     extremes_of,
     make_nested,
+    nested_from_jagged,
     nested_values_of,
     ragged_dim_of,
     share_version_counter,
@@ -116,11 +116,11 @@ def wrap(
     It is (B, j, …); with the ragged dimension 2, it is (B, H, j, D).
     """
     longest = facts.max_seqlen if max_seqlen is None else max_seqlen
-    # In inference mode, nested_tensor_from_jagged raises an error for other than inference tensors.
+    # In inference mode, nested_from_jagged raises an error for other than inference tensors.
     if torch.is_inference_mode_enabled() and not is_compiling():
         return _jagged(values, offsets, None, ragged_dim, facts, longest)
     values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
-    return nested_tensor_from_jagged(values, offsets, None, ragged_dim, facts.min_seqlen, longest)
+    return nested_from_jagged(values, offsets, None, ragged_dim, facts.min_seqlen, longest)
 
 
 def _unwrap_jagged(nested: Any, values: Tensor, name: str, read: dict[int, Facts]) -> Parts:
@@ -178,7 +178,7 @@ def _unwrap_one_in_graph(nested: Any, same: Tensor | None) -> Parts:
     def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
         dim = 1 if tokens_first else ragged_dim
         result = result if dim == 1 else result.movedim(0, dim - 1)
-        return nested_tensor_from_jagged(result, offsets, None, dim, *extremes)
+        return nested_from_jagged(result, offsets, None, dim, *extremes)
 
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     return Parts(values, offsets if same is None else same, None, rewrap)
@@ -228,7 +228,7 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def _wrap(grad: Tensor, form: _Form) -> Tensor:
         if torch.is_grad_enabled():  # with create_graph=True, the gradient may be differentiated
-            return nested_tensor_from_jagged(grad, form.offsets, form.lengths, form.ragged_dim)
+            return nested_from_jagged(grad, form.offsets, form.lengths, form.ragged_dim)
         return form.wrap(grad)
 
 
@@ -248,7 +248,7 @@ class _Nested(torch.autograd.Function):
 def _jagged(
     values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, facts: Facts, max_seqlen: int
 ) -> Tensor:
-    """`nested_tensor_from_jagged` of `values` (N, …), three times as fast.
+    """`nested_from_jagged` of `values` (N, …), three times as fast.
 
     The result has the minimum and maximum of its lengths cached, so that later operations need no sync to compute them.
     """
@@ -265,7 +265,7 @@ def _extremes(facts: Facts, max_seqlen: int) -> dict[str, Tensor]:
     """The longest and shortest length, as NestedTensor stores them: as the sizes of empty tensors."""
     offsets = facts.device_offsets
     values = torch.empty(0, 0, device=offsets.device)
-    return dict(extremes_of(nested_tensor_from_jagged(values, offsets, None, 1, facts.min_seqlen, max_seqlen)))
+    return dict(extremes_of(nested_from_jagged(values, offsets, None, 1, facts.min_seqlen, max_seqlen)))
 
 
 def _tokens_among_rows(

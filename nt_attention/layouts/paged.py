@@ -158,12 +158,12 @@ class PagedLayout:
             _check_count("max_seqlen", max_seqlen, 0)
             if max_seqlen > capacity:
                 raise ValueError(f"max_seqlen={max_seqlen} exceeds the {capacity} keys for which there are pages.")
-        self.table = table.detach()
-        self.table_offsets = None if table_offsets is None else table_offsets.detach()
-        self.given_lengths = None if lengths is None else lengths.detach()
+        self.table: Tensor = table.detach()
+        self.table_offsets: Tensor | None = None if table_offsets is None else table_offsets.detach()
+        self.given_lengths: Tensor | None = None if lengths is None else lengths.detach()
         self.max_seqlen: int = capacity if max_seqlen is None else max_seqlen
         self.page_size: int = max(1, self.max_seqlen) if page_size is None else page_size
-        self.has_slots = page_size is None
+        self.has_slots: bool = page_size is None
         batch = table.shape[0] if table_offsets is None else table_offsets.shape[0] - 1
         self.batch_size: int = batch
         for name, x, size in (("lengths", lengths, batch), ("offsets", table_offsets, batch + 1)):

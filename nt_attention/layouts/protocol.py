@@ -6,7 +6,7 @@ Dimensions: B sequences, N rows of a packed tensor, T tokens, L positions in a p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ class LengthsUnknownError(ValueError):
         ...     print(error)
         host_offsets needs the lengths, but this layout only knows bounds of them: make it without max_tokens.
     """
+
+
+class Sharded(Protocol):
+    """The type of a `ShardedLayout` for code that does not import `nt_attention.distributed`."""
+
+    is_sharded: ClassVar[bool]
 
 
 class Layout:
@@ -132,9 +138,11 @@ class Layout:
         if values.device != self.device:
             self.check_device(values, name)
         if values.dim() == 0 or values.shape[0] < self.total:
+            is_heads_first = values.dim() == 3 and values.shape[1] == self.total
+            order = " The order is (T, H, D): (H, T, D) may have been passed." if is_heads_first else ""
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, but the layout's {self.batch_size} sequences have "
-                f"{self.total} tokens: pass at least {self.total} rows."
+                f"{self.total} tokens: pass at least {self.total} rows.{order}"
             )
 
     def check_keys(self, key: Tensor, value: Tensor) -> None:

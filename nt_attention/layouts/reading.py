@@ -197,6 +197,16 @@ class Facts:
         layout: the layout of these facts without a bound, if somebody has it.
     """
 
+    host: Tensor
+    device_offsets: Tensor
+    numbers: Ints
+    first: int
+    total: int
+    max_seqlen: int
+    min_seqlen: int
+    sum_of_squares: int
+    cache: Cache
+
     def __init__(self, host: Tensor, device_offsets: Tensor) -> None:
         self.host, self.device_offsets = host, device_offsets
         self.numbers = numbers = on_host(host)

@@ -22,6 +22,9 @@ class TracedLayout(Layout):
     eager code may receive a `TracedLayout`. Its other attributes then read the offsets.
     """
 
+    batch_size: int
+    device: torch.device
+
     def __init__(self, offsets: Tensor, of: type, max_seqlen: int | None = None) -> None:
         """`of` is the class `SequenceLayout`; `max_seqlen` is the bound that was passed to `from_offsets`."""
         self._offsets, self._of = offsets, of

@@ -68,6 +68,17 @@ class TreeLayout(Layout):
         torch.Size([6, 4, 8])
     """
 
+    total: int
+    batch_size: int
+    max_seqlen: int
+    min_seqlen: int
+    sum_of_squares: int
+    device: torch.device
+    segments: SequenceLayout
+    paths: SequenceLayout
+    sequences: SequenceLayout
+    keys: Copies
+
     def __init__(
         self, lengths: Sequence[int] | Tensor, parents: Sequence[int] | Tensor, device: torch.device | str | None = None
     ) -> None:
@@ -273,6 +284,10 @@ class Copies:
 
     `order` (R,) sorts the copies by their row, and `counts` (T,) is the number of copies of each.
     """
+
+    index: Tensor
+    order: Tensor
+    counts: Tensor
 
     def __init__(self, index: Tensor, order: Tensor, counts: Tensor) -> None:
         self.index, self.order, self.counts = index, order, counts

@@ -6,8 +6,9 @@ query heads, G key heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from ..compiler import can_be_read, is_compiling
 from ..graphs.cache import CapturedCalls, CudaGraphs
 from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
+from ..kernels.other_names import unexpected_argument
 from ..kernels.select import check_backend_name
-from ..layouts.protocol import Layout
+from ..layouts.protocol import Layout, Sharded
 from ..patching.forwards import CONTEXT_PARALLEL, is_context_parallel
 from ..torch_private import PARAMETERS, children_of, parameters_of
 from . import graphs
@@ -27,10 +29,11 @@ from .config import AttentionConfig
 from .inputs import Inputs, Masks, read_inputs
 from .packed_attention import packed_attention
 from .padded_attention import padded_attention
-from .rotary import Rotary
+from .rotary import Rotary, Rotation
 from .stock_attention import reads_weight_only, stock_attention
 
 NEEDS_WEIGHTS = "need_weights is not False"
+TensorOrList = TypeVar("TensorOrList", Tensor, Sequence[Tensor])
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
 # Arguments of `varlen_attention`. nn.MultiheadAttention only supports their defaults.
 _SCORE_OPTIONS = ("window_size", "softcap", "scale")
@@ -99,6 +102,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         [(2, 64), (5, 64)]
     """
 
+    kdim: int
+    vdim: int
+    head_dim: int
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    rotation: Rotation | None
+    out_proj: NonDynamicallyQuantizableLinear
     sinks: nn.Parameter | None
     # What `patch` has set, if it has put this module in the place of an nn.MultiheadAttention.
     patched: Patched | None = None
@@ -130,7 +140,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         rotary: Rotary | None = None,
         backend: str = "auto",
         cuda_graphs: CudaGraphs = False,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise _unexpected_argument(unknown, in_call=False)
         # Not the parent's __init__, because shapes are more general here. The order of the parameters is the same.
         nn.Module.__init__(self)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -315,20 +328,21 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: TensorOrList,
+        key: TensorOrList,
+        value: TensorOrList,
         key_padding_mask: Tensor | None = None,
         need_weights: bool | None = None,
         attn_mask: Tensor | Sequence[Tensor] | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        layout: Layout | Any | None = None,
-        key_layout: Layout | Any | None = None,
+        layout: Layout | Sharded | None = None,
+        key_layout: Layout | Sharded | None = None,
         mask_mod: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
-    ) -> tuple[Any, Tensor | None]:
+        **unknown: Never,
+    ) -> tuple[TensorOrList, Tensor | None]:
         """Compute attention of `query` to `key` and `value`.
 
         Padding is not computed for ragged inputs (NestedTensors, packed tensors, lists), nor for padded inputs whose
@@ -377,6 +391,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             >>> attention(x, x, x, is_causal=True, layout=layout)[0].shape
             torch.Size([7, 64])
         """
+        if unknown:
+            raise _unexpected_argument(unknown, in_call=True)
         if layout is None and key_layout is not None:
             raise ValueError("key_layout is for packed keys, and packed queries need layout= too: pass both layouts.")
         if (mask_mod or score_mod) and self._adds_keys:
@@ -408,6 +424,25 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
                 return inputs.convert_back(out, None, average_attn_weights)
         out, weights = self._attend(inputs, padded_attention if reason else packed_attention)
         return inputs.convert_back(out, weights, average_attn_weights)
+
+    if TYPE_CHECKING:  # that of nn.Module takes and returns anything
+
+        def __call__(
+            self,
+            query: TensorOrList,
+            key: TensorOrList,
+            value: TensorOrList,
+            key_padding_mask: Tensor | None = None,
+            need_weights: bool | None = None,
+            attn_mask: Tensor | Sequence[Tensor] | None = None,
+            average_attn_weights: bool = True,
+            is_causal: bool = False,
+            *,
+            layout: Layout | Sharded | None = None,
+            key_layout: Layout | Sharded | None = None,
+            mask_mod: MaskMod | None = None,
+            score_mod: ScoreMod | None = None,
+        ) -> tuple[TensorOrList, Tensor | None]: ...
 
     def _attend(
         self, inputs: Inputs, attention: Callable[..., tuple[Tensor, Tensor | None]]
@@ -461,7 +496,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         attn_mask: Any,
         average_attn_weights: bool,
         is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None] | None:
+    ) -> tuple[Any, Tensor | None] | None:
         """The outputs and weights of nn.MultiheadAttention for a padded batch that is not packed.
 
         None for other inputs, and for what nn.MultiheadAttention does not support.
@@ -577,6 +612,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     def extra_repr(self) -> str:
         extra = self._extra_options()
         return f"{self.embed_dim}, {self.num_heads}" + (f", extra options: {extra}" if extra else "")
+
+
+def _unexpected_argument(unknown: Collection[str], *, in_call: bool) -> TypeError:
+    constructor = "VarlenMultiheadAttention()", signature(VarlenMultiheadAttention).parameters
+    call = "VarlenMultiheadAttention.forward()", signature(VarlenMultiheadAttention.forward).parameters
+    (name, known), other = (call, constructor) if in_call else (constructor, call)
+    return unexpected_argument(name, unknown, known, *other)
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:

@@ -35,8 +35,10 @@ class PrefixCounts:
 
     def __init__(self) -> None:
         self.calls: Counter[str | None] = Counter()
-        self.tokens, self.computed = 0, 0
-        self.models, self.left = 0, list[str]()
+        self.tokens: int = 0
+        self.computed: int = 0
+        self.models: int = 0
+        self.left: list[str] = []
 
     @outside_of_graphs
     def add(self, reason: str | None, tokens: int = 0, computed: int = 0) -> None:
@@ -81,9 +83,12 @@ class Counts:
         1.2
     """
 
+    __module__ = "nt_attention"
+
     def __init__(self) -> None:
         self.calls: Counter[str | None] = Counter()
-        self.positions, self.tokens = 0, 0
+        self.positions: int = 0
+        self.tokens: int = 0
         self.notes: Counter[str] = Counter()
         self._warned: set[str] = set()
 
@@ -192,6 +197,8 @@ class PatchHandle:
         >>> handle.remove()
     """
 
+    __module__ = "nt_attention"
+
     def __init__(
         self,
         model: str,
@@ -205,14 +212,14 @@ class PatchHandle:
         self.changed: dict[str, str] = {}
         self.layers: dict[str, str] = {}
         self.left: dict[str, str] = {}
-        self.counts = counts or Counts()
-        self.active = True
+        self.counts: Counts = counts or Counts()
+        self.active: bool = True
         self.is_automatic = False  # whether `patch_all` has made it
         self.on_fallback = on_fallback
-        self.graphs = CapturedCalls.of_option(cuda_graphs)
+        self.graphs: CapturedCalls | None = CapturedCalls.of_option(cuda_graphs)
         self.mesh = mesh
         self.need_weights = need_weights
-        self.prefixes = PrefixCounts() if shared_prefixes else None
+        self.prefixes: PrefixCounts | None = PrefixCounts() if shared_prefixes else None
         # Only used by patch(): each replaced module → its replacement, and the names of its parameters before.
         self.replacements: dict[nn.Module, tuple[Any, dict[str, bool]]] = {}
         self.made_for: tuple[WeakReference, tuple[Any, ...]] | None = None  # the model, and the options of `patch`

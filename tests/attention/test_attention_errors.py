@@ -200,6 +200,27 @@ REFUSED = {
         {"alibi_slopes": zeros(6, requires_grad=True)},
         "alibi_slopes must not require a gradient: pass alibi_slopes.detach()",
     ),
+    "heads-first": (
+        {"query": zeros(6, 7, 5), "key": zeros(3, 7, 5), "value": zeros(3, 7, 11)},
+        "pass at least 7 rows. The order is (T, H, D): (H, T, D) may have been passed.",
+    ),
+    "heads-first-keys": (
+        {name: zeros(9, 6, 5) for name in ("key", "value")} | {"query": zeros(9, 7, 5)},
+        "(9, 6, 5). The order is (T, H, D): (H, T, D) may have been passed.",
+    ),
+    "name-of-flash-attn": (
+        {"causal": True},
+        "varlen_attention() got an unexpected argument 'causal': did you mean is_",
+    ),
+    "two-names": ({"softmax_scale": 0.5, "dropout": 0.1}, "did you mean dropout_p?\nvarlen_attention() got an unex"),
+    "misspelt": ({"retrun_lse": True}, "did you mean return_lse?"),
+    "mask": ({"attn_mask": None}, "'attn_mask': pass mask_mod, a function of positions, or score_mod"),
+    "padding-mask": ({"key_padding_mask": None}, "pass layout=SequenceLayout.from_attention_mask(~mask), and"),
+    "offsets-and-no-layout": (
+        {"layout": None, "cu_seqlens": torch.tensor([0, 4, 4, 7])},
+        "'cu_seqlens': pass layout=SequenceLayout.from_offsets(cu_seqlens)",
+    ),
+    "unknown": ({"colour": 1}, "got an unexpected argument 'colour'."),
     "backend": ({"backend": "flash"}, "there is no backend 'flash': pass 'auto' or one of"),
 }
 

@@ -1,6 +1,7 @@
 """``python -m nt_attention bench``, from its arguments to the tables."""
 
 import functools
+import re
 from importlib.metadata import version
 
 import pytest
@@ -159,6 +160,15 @@ def test_bench_forward_only(run):
     assert {len(cells) for cells in rows.values()} == {3}
 
 
+def test_bench_draws_the_times(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "wall_ms", lambda call: 12.5)
+    status, *_ = run("--options", "softcap=5", "--plot", str(tmp_path / "times.svg"))
+    assert status == 0
+    text = (tmp_path / "times.svg").read_text("utf-8")
+    assert {"auto", "12.5"} <= set(re.findall("<!-- (.*?) -->", text))
+    assert PADDED not in text  # it has no softcap
+
+
 def test_bench_table_on_a_gpu_has_device_time_and_host_time(monkeypatch, capsys):
     """No GPU is needed: the times are made up."""
     measured = [bench.Measurement(ms=2.0, host_us=31.4), bench.Measurement(ms=50.0, host_us=80.0)]
@@ -203,6 +213,7 @@ def test_bench_sample_is_the_first_sequences_and_the_longest_that_fits():
         (["--options", "dropout_p=0.5"], "--options must be of is_causal"),
         (["--backends", "fastest"], "invalid choice: 'fastest'"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--plot", "times.txt"], "--plot: must be a .png, .svg or .pdf, got 'times.txt'"),
     ],
 )
 def test_invalid_bench_arguments(arguments, message, capsys):

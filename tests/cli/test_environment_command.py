@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import nt_attention as nta
 from nt_attention.__main__ import main, run
 from nt_attention.cli import check_models, environment, timing
 from nt_attention.kernels.select import BACKENDS, ENVIRONMENT_VARIABLE
@@ -23,6 +24,12 @@ def test_prints_the_versions_and_every_backend(capsys):
     assert f"torch {torch.__version__}" in out.splitlines()[0]
     _, backends = out.split("\nbackends:\n")
     assert [line.split()[0] for line in backends.splitlines()] == list(BACKENDS)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    assert re.fullmatch(f"nt_attention {nta.__version__}, {re.escape(versions)}.*\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("page", ["am_i_packed.md", "reference/command_line.md"])
@@ -43,8 +50,8 @@ def test_prints_the_environment_variable(monkeypatch, capsys):
 
 def test_imports_no_other_command_and_no_optional_package():
     script = (
-        "import sys, nt_attention.__main__ as m; m.main([]); "
-        "print([n for n in sys.modules if n.startswith('nt_attention.cli.') or n in ('rich', 'matplotlib')])"
+        "import sys, nt_attention.__main__ as m; m.main(['--version']); m.main([]); optional = 'rich', 'transformers'; "
+        "print([n for n in sys.modules if n.startswith('nt_attention.cli.') or n in ('matplotlib', *optional)])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "['nt_attention.cli.environment']"

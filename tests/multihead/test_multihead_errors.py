@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -263,3 +264,21 @@ def test_ragged_errors_say_what_to_pass(case):
     run, text = calls_that_raise()[case]
     with pytest.raises(ValueError, match=text):
         run()
+
+
+@pytest.mark.parametrize(
+    ("in_call", "given", "text"),
+    [
+        (False, "causal", "is_causal is an argument of VarlenMultiheadAttention.forward()"),
+        (False, "num_key_value_heads", "did you mean num_kv_heads?"),
+        (False, "softmax_scale", "did you mean scale?"),
+        (True, "causal", "did you mean is_causal?"),
+        (True, "cu_seqlens", "pass layout=SequenceLayout.from_offsets(cu_seqlens)"),
+        (True, "window_size", "window_size is an argument of VarlenMultiheadAttention()"),
+        (True, "return_attn_probs", "got an unexpected argument 'return_attn_probs'."),
+    ],
+)
+def test_unknown_arguments_say_which_one_is_meant(in_call, given, text):
+    x, module = torch.randn(1, 4, 6), nta.VarlenMultiheadAttention(6, 3)
+    with pytest.raises(TypeError, match=re.escape(text)):
+        module(x, x, x, **{given: 1}) if in_call else nta.VarlenMultiheadAttention(6, 3, **{given: 1})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -28,6 +30,13 @@ import nt_attention as nta
 from nt_attention.modules.rotary import Rotary, ntk, yarn
 
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+
+
+def test_type_checkers_see_a_call_with_the_signature_of_forward():
+    tree = ast.parse(inspect.getsource(inspect.getmodule(nta.VarlenMultiheadAttention)))
+    functions = {x.name: x.args for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)}
+    functions["forward"].kwarg = None  # takes what is wrong, for an error
+    assert ast.unparse(functions["__call__"]) == ast.unparse(functions["forward"])
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,13 @@ transformers 5.23. If the Trainer of your version does not fit, importing it rai
 
 ::: nt_attention.hf.trainer.ShardedTrainer
     options:
-      show_root_full_path: false
+      show_bases: false
       heading_level: 3
       members: [context_mesh]
 
 ::: nt_attention.hf.trainer.ShardedTrainerMixin
     options:
-      show_root_full_path: false
+      show_bases: false
       heading_level: 3
       members: []
 
@@ -87,13 +87,11 @@ the `BasePlugin` and `PluginManager` of 0.19.
 
 ::: nt_attention.integrations.trainer.PackingCallback
     options:
-      show_root_full_path: false
       heading_level: 3
       members: []
 
 ::: nt_attention.integrations.lightning.PackingCallback
     options:
-      show_root_full_path: false
       heading_level: 3
       members: []
 

@@ -306,7 +306,7 @@ def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Ten
         sinks=call.options.get("s_aux"),
         dropout_p=rate_of(dropout) if dropout else 0.0,
     )
-    return cast(Tensor, out).unflatten(0, (call.query.shape[0], -1))
+    return out.unflatten(0, (call.query.shape[0], -1))
 
 
 def _may_run_small(call: _AttentionCall, mask: Tensor | None) -> bool:

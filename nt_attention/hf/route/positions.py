@@ -9,6 +9,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ...compiler import is_captured, is_replayed
@@ -57,7 +58,8 @@ def previous_token(token_mask: Tensor) -> Tensor:
 def same_sequence(position_ids: Tensor, rows: int, token_mask: Tensor | None) -> Tensor:
     """(B, 1, L, L) bool, True if query and key are in one sequence. Needs no sync."""
     ids = starts(position_ids, token_mask).cumsum(1)
-    return (ids[:, None, :, None] == ids[:, None, None, :]).expand(rows, -1, -1, -1)
+    same = rearrange(ids, "b l -> b 1 l 1") == rearrange(ids, "b l -> b 1 1 l")
+    return same.expand(rows, -1, -1, -1)
 
 
 class _Entry(NamedTuple):

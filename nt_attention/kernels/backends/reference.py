@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from einops import rearrange, reduce, repeat
 from torch import Tensor
 
 from ..backend import Backend, BackwardInputs, Gradients
@@ -46,8 +47,9 @@ def _sequences(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Iterato
     starts, key_starts = layout.host.tolist(), key_layout.host.tolist()
     for b in range(layout.batch_size):
         rows, keys = slice(starts[b], starts[b + 1]), slice(key_starts[b], key_starts[b + 1])
-        q, k, v = (x.to(precision).transpose(0, 1) for x in (query[rows], key[keys], value[keys]))
-        k, v = (x.repeat_interleave(spec.num_heads // spec.num_kv_heads, 0) for x in (k, v))
+        groups = spec.num_heads // spec.num_kv_heads
+        q = rearrange(query[rows].to(precision), "t h d -> h t d")
+        k, v = (repeat(x[keys].to(precision), "s g d -> (g r) s d", r=groups) for x in (key, value))
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         biases = relative and relative.map_rows(partial(_heads_first, rows), partial(_heads_first, keys))
         yield _Sequence(b, rows, keys, q, k, v, slopes, biases)
@@ -96,7 +98,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
             grad_q, grad_k, grad_v, grad_scores = _gradients(sequence, spec, grad, grad_lse, generator)
         grad_query[rows] = grad_q.transpose(0, 1)
         for total, of_heads in ((grad_key, grad_k), (grad_value, grad_v)):
-            total[keys] = of_heads.unflatten(0, (spec.num_kv_heads, -1)).sum(1).transpose(0, 1)
+            total[keys] = reduce(of_heads, "(g r) s d -> s g d", "sum", g=spec.num_kv_heads)
         if sums is not None and sequence.relative is not None:
             of_biases = sequence.relative.gradients(_buckets(sequence, spec), grad_scores)
             found = sequence.relative.with_tensors(of_biases)
