@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..layouts.protocol import Layout
 from ..torch_private import children_of, inside_compiled, parameters_of
-from .proof import Positions
+from .plan import Positions
 from .transformers_private import can_set_attention
 
 
@@ -58,8 +58,8 @@ class Family:
     Attributes:
         positions: how the model computes positions if the caller passes none. "padded": the index in the padded row;
             "tokens": the number of tokens before it in the attention mask (OPT); "ids": the number of input ids up to
-            it that are not the padding id, plus the padding id (RoBERTa). None: the proof finds out.
-        pool: computes the pooled output from the first token of each row. None: the proof tries the base model's
+            it that are not the padding id, plus the padding id (RoBERTa). None: the check finds out.
+        pool: computes the pooled output from the first token of each row. None: the check tries the base model's
             `pooler`.
         embed: computes the embeddings of a packed row if those of a token depend on other tokens of its sequence.
         needs_token_types: whether a packed row needs `token_type_ids`, because those that the model makes are only as
@@ -72,7 +72,7 @@ class Family:
     needs_token_types: bool = False
 
 
-# config.model_type → what the proof can't find by itself. `add_family` adds to it.
+# config.model_type → what the check can't find by itself. `add_family` adds to it.
 FAMILIES = {
     "albert": Family(pool=_pool_albert),
     "big_bird": Family(pool=_pool_big_bird, needs_token_types=True),
@@ -172,7 +172,7 @@ def why_not_routed(module: Any) -> str | None:
 
 
 def why_not_packed(module: Any) -> str | None:
-    """Why a model is not packed, whatever a proof would find, or None."""
+    """Why a model is not packed, whatever a check would find, or None."""
     if kind(module) in NOT_PACKED:
         return NOT_PACKED[kind(module)]
     if getattr(base_model(module), "attention_type", None) == "block_sparse":

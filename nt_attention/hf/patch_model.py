@@ -22,7 +22,7 @@ from ..torch_private import inside_compiled
 from . import families
 from .pack.change_model import attention_modules, make_padding_free, set_attention
 from .pack.encoder_layers import pack_layers, why_no_layers
-from .pack.islands import paths_of, share_of_weights
+from .pack.padded_modules import paths_of, share_of_weights
 from .pack.packed_forward import PackingMode
 from .pack.sharded_packing import why_not_sharded
 from .pack.shared_prefixes import why_not_shared

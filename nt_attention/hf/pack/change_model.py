@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...patching.forwards import CALL_REMOVE_FIRST, Handle, PatchedForward, copies_of, override_forward
 from .. import families
 from ..families import Family, is_of_transformers
-from ..proof import Head, Proof
+from ..plan import Head, Plan
 from ..route.attention import NAME_OVER, register
 from ..route.packed_row import counts_positions, embed_positions
 from ..route.rope import rotate_per_sequence, scales_by_length
@@ -22,7 +22,7 @@ from ..transformers_private import ATTENTION, attention_attributes, attention_of
 from .attention_code import override_attention, override_methods
 from .encoder_decoder import EncoderDecoderCall
 from .inputs import padding_id
-from .islands import add_islands, group_by_length
+from .padded_modules import add_padded_modules, group_by_length
 from .packed_forward import PackedCall, PackingMode, SequenceHeadCall
 from .replaced_modules import classes_to_watch
 from .small_batches import Size
@@ -152,7 +152,7 @@ def _override_positions(base: nn.Module, handle: Handle) -> bool:
 
 def make_padding_free(
     model: PreTrainedModel,
-    proof: Proof,
+    plan: Plan,
     family: Family,
     handle: Handle,
     packing: PackingMode,
@@ -161,34 +161,34 @@ def make_padding_free(
 ) -> None:
     """Make the model pack, and also its base model, because callers may call it directly.
 
-    `shares`: share prefixes. `grouping`: which sequences islands run together.
+    `shares`: share prefixes. `grouping`: which sequences run together in modules that run padded.
     """
     base = families.base_model(model)
-    needs_row = _override_positions(base, handle) or proof.mask is not None
-    needs_row |= add_islands(base, proof, handle, grouping)
+    needs_row = _override_positions(base, handle) or plan.mask is not None
+    needs_row |= add_padded_modules(base, plan, handle, grouping)
     is_routed = families.routes_attention(model)
     override_methods(base, handle)
     attentions = attention_modules(base).values()
     is_causal = any(getattr(module, "is_causal", False) is True for module in attentions)
     for module in attentions:
-        if type(module).__name__ not in proof.islands:
+        if type(module).__name__ not in plan.padded:
             override_attention(module, is_routed, handle)
-    watched = classes_to_watch(base, {*proof.mixers, *(type(module).__name__ for module in attentions)})
+    watched = classes_to_watch(base, {*plan.mixing, *(type(module).__name__ for module in attentions)})
 
     # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
     # Embeddings that depend on other tokens of the row become NaN in a padded row without tokens.
     scales = any(map(scales_by_length, base.modules()))
-    differs = proof.reads_padding or family.embed is not None or scales
+    differs = plan.reads_padding or family.embed is not None or scales
     may_run_padded = packing == "auto" and handle.mesh is None and not differs
 
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
         defaults, takes_any = _arguments(entry)
         is_base = families.base_model(entry) is entry
-        first = (padding_id(base) or 0) + 1 if proof.positions == "ids" else 0
+        first = (padding_id(base) or 0) + 1 if plan.positions == "ids" else 0
         size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
         return PackedCall(
             handle=handle,
-            proof=proof,
+            plan=plan,
             family=family,
             head=head,
             defaults=defaults,
@@ -200,23 +200,23 @@ def make_padding_free(
             size=size,
             shares=shares,
             scales_by_length=scales,
-            has_head=is_base and model is not base and proof.head not in (None, "sequence"),
+            has_head=is_base and model is not base and plan.head not in (None, "sequence"),
             watched=watched,
         )
 
-    _override_entries(model, packed_call, proof, handle, is_routed)
+    _override_entries(model, packed_call, plan, handle, is_routed)
 
 
 def _override_entries(
-    model: PreTrainedModel, packed_call: Callable[..., PackedCall], proof: Proof, handle: Handle, is_routed: bool
+    model: PreTrainedModel, packed_call: Callable[..., PackedCall], plan: Plan, handle: Handle, is_routed: bool
 ) -> None:
     """Override the forward of the base model and that of the model. `packed_call(entry, head)` makes a forward."""
-    base, head = families.base_model(model), proof.head
+    base, head = families.base_model(model), plan.head
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()
         override_forward(encoder, packed_call(encoder, None), handle)
         for entry in (base, model) if head == "token" else (base,):
-            override_forward(entry, EncoderDecoderCall(handle, proof, _arguments(entry)[0], is_routed), handle)
+            override_forward(entry, EncoderDecoderCall(handle, plan, _arguments(entry)[0], is_routed), handle)
         packs_head = head == "token"
     else:
         packs_head = head != "sequence"

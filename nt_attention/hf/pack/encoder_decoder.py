@@ -25,7 +25,7 @@ from ...compiler import inline_only, outside_of_graphs
 from ...layouts.protocol import Layout
 from ...patching.forwards import Handle, is_recorded
 from .. import families
-from ..proof import Proof
+from ..plan import Plan
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask
 from ..route.packed_row import PackedRow, running
@@ -89,13 +89,13 @@ class EncoderDecoderCall:
 
     Attributes:
         handle: the handle of the patch. It counts calls and warns.
-        proof: how the model is packed.
+        plan: how the model is packed.
         defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
         is_routed: whether attention runs through transformers' interface.
     """
 
     handle: Handle
-    proof: Proof
+    plan: Plan
     defaults: dict[str, Any]
     is_routed: bool
 
@@ -191,7 +191,7 @@ class PackedSides(Packed):
     def _pack_source(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed source, and the arguments of the encoder."""
         source, call = self.packing.source, self.call
-        positions = default_position_ids(call.entry.proof, call.model, source, arguments.get("input_ids"))
+        positions = default_position_ids(call.entry.plan, call.model, source, arguments.get("input_ids"))
         inputs: dict[str, Any] = {name: source.pack(arguments[name]) for name in _SOURCE & arguments.keys()}
         inputs |= {name: arguments[name] for name in ("output_hidden_states",) if name in arguments}
         inputs |= {"attention_mask": PackedMask.of(source.layout, form="pairs"), "return_dict": True}
@@ -201,7 +201,7 @@ class PackedSides(Packed):
     def _pack_target(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed target, and the arguments of the original forward but `encoder_outputs`."""
         (source, target), call = self.packing, self.call
-        positions = default_position_ids(call.entry.proof, call.model, target, arguments.get("decoder_input_ids"))
+        positions = default_position_ids(call.entry.plan, call.model, target, arguments.get("decoder_input_ids"))
         replaced = _SOURCE | _TARGET | {"attention_mask", "decoder_attention_mask", "use_cache"}
         inputs = {name: x for name, x in arguments.items() if name not in replaced}
         inputs |= {name: target.pack(arguments[name]) for name in _TARGET & arguments.keys()}

@@ -43,7 +43,7 @@ from ...torch_private import (
     version_of,
 )
 from .. import families
-from ..proof import Proof
+from ..plan import Plan
 from ..route.attention import NAMES
 from ..route.masks import source_of
 from ..route.packed_mask import PackedMask
@@ -51,7 +51,7 @@ from ..route.packed_row import LayerCalls, PackedRow, current_layers, is_unpatch
 from ..transformers_private import attention_of
 from .attention_code import override_attention
 from .change_model import attention_modules
-from .islands import add_islands, group_by_length
+from .padded_modules import add_padded_modules, group_by_length
 from .packing import Packing
 from .replaced_modules import why_replaced
 
@@ -88,23 +88,23 @@ def why_no_layers(model: Any) -> str | None:
 
 
 def pack_layers(
-    model: PreTrainedModel, proof: Proof, handle: Handle, grouping: Callable[..., Any] = group_by_length
+    model: PreTrainedModel, plan: Plan, handle: Handle, grouping: Callable[..., Any] = group_by_length
 ) -> None:
     """Make the layers of a model pack, and count the calls of the model and of the models in it.
 
-    `grouping`: which sequences islands run together.
+    `grouping`: which sequences run together in modules that run padded.
     """
     is_routed = families.routes_attention(model)
     for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
         names = tuple(inspect.signature(part.forward).parameters)
         if any(name.endswith(MASK) for name in names):
-            override_forward(part, EncoderCall(handle, proof, names, is_routed), handle)
+            override_forward(part, EncoderCall(handle, plan, names, is_routed), handle)
     for layer in encoder_layers(model).values():
-        if type(layer).__name__ not in proof.layers:
+        if type(layer).__name__ not in plan.layers:
             continue
         names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
-        override_forward(layer, LayerCall(handle, proof, names), handle)
-        add_islands(layer, proof, handle, grouping)
+        override_forward(layer, LayerCall(handle, plan, names), handle)
+        add_padded_modules(layer, plan, handle, grouping)
         for module in attention_modules(layer).values():
             override_attention(module, is_routed, handle)
 
@@ -115,13 +115,13 @@ class EncoderCall:
 
     Attributes:
         handle: the handle of the patch. It counts calls and warns.
-        proof: how the layers are packed.
+        plan: how the layers are packed.
         names: the names of the model's arguments.
         is_routed: whether attention runs through transformers' interface.
     """
 
     handle: Handle
-    proof: Proof
+    plan: Plan
     names: tuple[str, ...]
     is_routed: bool
 
@@ -171,12 +171,12 @@ class EncoderCall:
             return f"its attention was set to {name!r} after the patch"
         if any(has_compiled_call(layer) or inside_compiled(layer) is not layer for layer in layers):
             return "its layers are compiled: compile their parts instead"
-        islands = frozenset(self.proof.islands)
-        if reason := next(filter(None, (why_replaced(x, islands) for x in layers if is_patched(x))), None):
+        padded = frozenset(self.plan.padded)
+        if reason := next(filter(None, (why_replaced(x, padded) for x in layers if is_patched(x))), None):
             return reason
-        if islands and any(vars(x).get("gradient_checkpointing") and x.training for x in layers):
+        if padded and any(vars(x).get("gradient_checkpointing") and x.training for x in layers):
             return "gradient checkpoints would run its convolutions again, which is not supported for packed layers"
-        if self.proof.trains:
+        if self.plan.trains:
             return None
         if any(layer.training for layer in layers):
             return "in training, its layers compute with all positions of the batch, with padding"
@@ -254,12 +254,12 @@ class LayerCall:
     """The `forward` of a layer that packs.
 
     Attributes:
-        handle, proof: as in `EncoderCall`.
+        handle, plan: as in `EncoderCall`.
         names: the names of the layer's arguments. The first are the hidden states (B, L, E).
     """
 
     handle: Handle
-    proof: Proof
+    plan: Plan
     names: tuple[str, ...]
 
     @inline_only
@@ -318,7 +318,7 @@ class LayerCall:
             packing = Packing.of(tokens, None, *tokens.shape)
             if packing.saves_nothing:
                 return None
-            if not packing.has_holes or self.proof.holes:
+            if not packing.has_holes or self.plan.holes:
                 if layers is not None:
                     layers.packed = packing.sizes
                 return _Rows.of(packing)

@@ -16,7 +16,7 @@ from ...graphs.device import NotCapturedError
 from ...patching.forwards import Handle, is_recorded
 from .. import families
 from ..families import Family
-from ..proof import Head, Proof
+from ..plan import Head, Plan
 from ..route.attention import NAME_OVER, NAMES, register
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask, is_bypass_mask
@@ -78,7 +78,7 @@ class PackedCall:
 
     Attributes:
         handle: the handle of the patch. It counts calls and warns.
-        proof, family: how to pack the model.
+        plan, family: how to pack the model.
         head: how its head runs, or None. For a "sequence" head, this is the forward of the base model.
         defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
         is_base: whether this is the forward of the base model.
@@ -94,7 +94,7 @@ class PackedCall:
     """
 
     handle: Handle
-    proof: Proof
+    plan: Plan
     family: Family
     head: Head | None
     defaults: dict[str, Any]
@@ -112,7 +112,7 @@ class PackedCall:
     @property
     def pool(self) -> families.Pool | None:
         """How the pooled output is computed."""
-        return self.family.pool or (families.pool_first if self.proof.pool else None)
+        return self.family.pool or (families.pool_first if self.plan.pool else None)
 
     # Only `original` is compiled: the code around it is the same for all models, so it would soon have too many graphs.
     @inline_only
@@ -181,7 +181,7 @@ class PackedCall:
     def keeps_apart(self, model: PreTrainedModel) -> bool:
         """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""
         is_ours = self.is_routed and attention_of(model.config) in NAMES
-        return is_ours and not self.needs_row and self.proof.extra is None
+        return is_ours and not self.needs_row
 
     @inline_only
     def run_row(self, model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -190,7 +190,7 @@ class PackedCall:
             if active_compiler() is None:
                 return run_shared(self.handle.prefixes, model, original, arguments)
             self.handle.prefixes.add(IS_COMPILED)
-        if self.proof.mask is None:
+        if self.plan.mask is None:
             if self.family.embed is not None and self.is_base:  # its embeddings would read the mask
                 return original(**{name: x for name, x in arguments.items() if name != "attention_mask"})
             return original(**arguments)

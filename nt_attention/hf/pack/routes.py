@@ -306,16 +306,16 @@ class AsGraph:
         """
         call, graphs = self.call, self.call.entry.handle.graphs
         assert graphs is not None
-        is_compiled, holes = call.compiler is not None, call.entry.proof.holes
+        is_compiled = call.compiler is not None
         try:
-            if call.entry.proof.islands:
+            if call.entry.plan.padded:
                 raise NotCapturedError("modules that run padded need the lengths on the host")
-            if call.entry.proof.convolutions:
+            if call.entry.plan.convolutions:
                 raise NotCapturedError("its convolutions along the row are not supported there")
             arguments = {**call.arguments, "return_dict": True}
             head = call.entry.head
             out, sizes, padding = run_as_graph(
-                graphs, call.model, arguments, is_compiled, holes, head, self._returns_cache, self._run_packed
+                graphs, call.model, arguments, is_compiled, head, self._returns_cache, self._run_packed
             )
         except NotCapturedError as error:
             graphs.count(str(error))
@@ -353,13 +353,13 @@ _returns_cache: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakK
 
 def _pack_inputs(entry: Any, base: Any, packing: Packing, arguments: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of the original forward for the packed row (1, T). Changes `arguments`."""
-    layout, proof, family = packing.layout, entry.proof, entry.family
+    layout, plan, family = packing.layout, entry.plan, entry.family
     arguments.pop("attention_mask", None)
     if "position_ids" in arguments:
         ids = arguments["position_ids"]
         arguments["position_ids"] = packing.pack(ids) if ids.dim() == 2 else torch.stack([packing.pack(x) for x in ids])
     else:
-        arguments["position_ids"] = default_position_ids(proof, base, packing, arguments.get("input_ids"))
+        arguments["position_ids"] = default_position_ids(plan, base, packing, arguments.get("input_ids"))
     for key in families.TOKEN_INPUTS & arguments.keys():
         arguments[key] = packing.pack(arguments[key])
     if family.needs_token_types and "token_type_ids" not in arguments:
@@ -376,13 +376,9 @@ def _pack_inputs(entry: Any, base: Any, packing: Packing, arguments: dict[str, A
         for key in {"labels", "shift_labels"} & arguments.keys():
             arguments[key] = layout.fill_past_end(arguments[key].squeeze(0), -100).unsqueeze(0)
     arguments |= {"use_cache": False, "return_dict": True}
-    if proof.extra == "sliding_window":
-        arguments["sliding_window"] = base.config.sliding_window
-    if proof.mask is not None:
-        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, packing=packing)
+    if plan.mask is not None:
+        mask = PackedMask.of(layout, form=plan.mask, is_causal=plan.is_causal, packing=packing)
         return arguments | {"attention_mask": mask}
-    if proof.extra == "seq_idx":
-        arguments["seq_idx"] = layout.sequence_ids.int().unsqueeze(0)
     return arguments | {
         "attention_mask": bypass_mask(layout),
         "cu_seq_lens_q": layout.operator_offsets,

@@ -76,14 +76,9 @@ def has_other_arguments(call: ModelCall) -> str | None:
     return why_arguments_not_packed(call.arguments, call.model, call.entry.is_routed)
 
 
-def has_unproven_inputs(call: ModelCall) -> str | None:
-    """The proof has found other values for these inputs."""
-    proof = call.entry.proof
-    if "inputs_embeds" in call.arguments and not proof.embeds:
-        return "its inputs_embeds give other values in a packed row"
-    if "token_type_ids" in call.arguments and not proof.token_types:
-        return "its token_type_ids give other values in a packed row"
-    if proof.positions == "ids" and "position_ids" not in call.arguments and padding_id(call.base) is None:
+def has_no_padding_id(call: ModelCall) -> str | None:
+    """Its positions are counted by an id that is not known."""
+    if call.entry.plan.positions == "ids" and "position_ids" not in call.arguments and padding_id(call.base) is None:
         return "its positions depend on pad_token_id, which its config has not set"
     return None
 
@@ -113,8 +108,6 @@ def has_holes(call: ModelCall) -> str | None:
     """A row has padding between its tokens."""
     if call.packing is None or not call.packing.has_holes:
         return None
-    if not call.entry.proof.holes:
-        return "its rows have padding between tokens, which changes its values (windows do)"
     if call.entry.head == "next token" and "labels" in call.arguments:
         return "its rows have padding between tokens, and labels are shifted over it"
     return None
@@ -156,7 +149,7 @@ BEFORE_GRAPH: tuple[Rule, ...] = (
     (base_was_replaced, FallsBack),
     (modules_were_replaced, FallsBack),
     (has_other_arguments, FallsBack),
-    (has_unproven_inputs, FallsBack),
+    (has_no_padding_id, FallsBack),
     (head_needs_rows, HeadFallsBack),
 )
 AFTER_GRAPH: tuple[Rule, ...] = (

@@ -1,0 +1,42 @@
+"""How much two results differ, and what is rounding.
+
+Dimensions: T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The largest error relative to the largest value, of a model that is right.
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 3e-2}
+# Experts in float32 differ by some units in the last place: the size of a group of tokens chooses the kernel.
+UNITS = {torch.float64: 64, torch.float32: 64}
+
+
+def units_apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference, in units in the last place of the largest value. Infinite for NaN or other shapes."""
+    if a.shape == b.shape and torch.equal(a, b):
+        return 0.0
+    if a.shape != b.shape or not bool((a - b).isfinite().all()):
+        return float("inf")
+    unit = b.abs().amax().double().clamp(min=1e-30) * torch.finfo(b.dtype).eps
+    return float((a.double() - b.double()).abs().amax() / unit)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """The largest difference, relative to the largest value. Infinite for NaN or other shapes."""
+    if got.shape != want.shape:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    error = (got.double() - want.double()).abs().amax() / want.double().abs().amax().clamp(min=1e-6)
+    return float(error.nan_to_num(float("inf")))
+
+
+def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error over its tolerance, and the name of the output that has it."""
+    ratios = [
+        (relative_error(got[n], x) / TOLERANCE[x.dtype] if n in got else float("inf"), n) for n, x in want.items()
+    ]
+    return max(ratios, default=(0.0, ""))
