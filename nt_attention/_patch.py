@@ -206,7 +206,7 @@ def _patch_modules(
         if handle.mesh is None and not isinstance(module, VarlenMultiheadAttention):
             handle.skip(name, "it is the attention module itself: use VarlenMultiheadAttention.from_torch(module).")
         return
-    if "transformers" in sys.modules:  # if not, the model has no Hugging Face models
+    if "transformers.modeling_utils" in sys.modules:  # if not, the model has no Hugging Face models
         from .hf import patch_model
 
         if patch_model.patch_model(name, module, handle, padding_free, logits, packing):
@@ -217,8 +217,9 @@ def _patch_modules(
         path = f"{name}.{child_name}"
         if child is None:
             continue
-        if handle.mesh is not None and isinstance(child, nn.MultiheadAttention):
-            handle.skip(path, "with a mesh, a single nn.MultiheadAttention is not changed.")
+        if (handle.mesh is not None or handle.is_automatic) and isinstance(child, nn.MultiheadAttention):
+            who = "patch_all" if handle.is_automatic else "with a mesh, patch"
+            handle.skip(path, f"{who} does not change a single nn.MultiheadAttention.")
             continue
         if not isinstance(child, nn.MultiheadAttention):
             _patch_modules(path, child, handle, padding_free, logits, packing, in_stack, padded_because)

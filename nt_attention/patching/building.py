@@ -1,13 +1,15 @@
-"""Which Hugging Face models a program builds, and when each is complete. Does not import transformers.
+"""Which models a program builds, and when each is complete. Does not import transformers.
 
-A model is complete when the outermost of these calls returns: its constructor, `from_pretrained`, or `from_config`. So
-a model that another one builds for itself is a part of that one.
+A model is one of Hugging Face, or an `nn.Transformer`, an encoder, a decoder or a layer of `torch.nn`. It is complete
+when the outermost of these calls returns: its constructor, `from_pretrained`, or `from_config`. So a model that another
+one builds for itself is a part of that one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -17,10 +19,15 @@ from typing import Any
 
 from torch import nn
 
-# The second one reads states at padding for ColBERT, so it has to be patched with the model that it builds.
+# File → the classes in it. The last one reads states at padding for ColBERT, so it has to be patched together with the
+# model that it builds.
 _CLASSES = {
-    "transformers.modeling_utils": "PreTrainedModel",
-    "sentence_transformers.base.modules.transformer": "Transformer",
+    "torch.nn.modules.transformer": (
+        *("Transformer", "TransformerEncoder", "TransformerDecoder"),
+        *("TransformerEncoderLayer", "TransformerDecoderLayer"),
+    ),
+    "transformers.modeling_utils": ("PreTrainedModel",),
+    "sentence_transformers.base.modules.transformer": ("Transformer",),
 }
 # `from_config` of the Auto classes calls the second one. It is not in hf/transformers_private.py, whose import takes
 # transformers: programs set environment variables before they import that.
@@ -47,7 +54,7 @@ def add_listener(listener: Callable[[nn.Module], None]) -> None:
 
 
 def remove_listener(listener: Callable[[nn.Module], None]) -> None:
-    """End `add_listener`. The functions that it has put around those of transformers stay, and only call them."""
+    """End `add_listener`. What it has put around the functions of torch and transformers stays, and only calls them."""
     _listeners.remove(listener)
 
 
@@ -87,21 +94,43 @@ class _Finder(MetaPathFinder):
 
 
 def _watch(file: Any) -> None:
-    base: Any = getattr(file, _CLASSES[file.__name__], object)
-    if "__new__" in vars(base):
-        return
-    for name in _CLASS_METHODS:
-        if (method := vars(base).get(name)) is not None:
-            setattr(base, name, classmethod(_reporting(method.__func__)))
-    base.__new__ = staticmethod(_new)
+    for class_name in _CLASSES[file.__name__]:
+        base: Any = getattr(file, class_name, None)
+        if base is None or "__new__" in vars(base):
+            continue
+        for name in _CLASS_METHODS:
+            if (method := vars(base).get(name)) is not None:
+                setattr(base, name, classmethod(_reporting(method.__func__)))
+        base.__new__ = _New(base)
 
 
-def _new(kind: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make an instance, after its class got a constructor that reports. Classes that are not used stay as they are."""
-    owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
-    if _listeners and not hasattr(owner.__init__, _MARK):
-        owner.__init__ = _reporting(owner.__init__)
-    return object.__new__(kind)
+class _New:
+    """The `__new__` of a base class of models: it lets the constructor of the model's class report, when it is used."""
+
+    def __init__(self, base: Any, kind: type | None = None) -> None:
+        self.base, self.kind = base, kind
+
+    def __get__(self, instance: object, kind: type) -> _New:
+        return _New(self.base, kind)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the constructor, which is the signature of a class without a `__new__`."""
+        return inspect.signature(self.kind.__init__)  # type: ignore[misc]
+
+    def __call__(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
+        if _listeners and not hasattr(owner.__init__, _MARK):
+            owner.__init__ = _reporting(owner.__init__)
+        make: Any = super(self.base, kind).__new__
+        others = (vars(each).get("__new__") for each in kind.__mro__[:-1])
+        if all(isinstance(other, _New | None) for other in others):
+            return make(kind)  # as `object.__new__`, which ignores arguments if no class of the model has its own
+        return make(kind, *args, **kwargs)
+
+
+def _is_watched(kind: type) -> bool:
+    return any(isinstance(vars(each).get("__new__"), _New) for each in kind.__mro__)
 
 
 _MARK = "reports_to_nt_attention"
@@ -112,7 +141,8 @@ def _reporting(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def function(self_or_class: Any, *args: Any, **kwargs: Any) -> Any:
-        if _thread.is_building or not _listeners:
+        kind = self_or_class if isinstance(self_or_class, type) else type(self_or_class)
+        if _thread.is_building or not _listeners or not _is_watched(kind):
             return build(self_or_class, *args, **kwargs)
         _thread.is_building = True
         try:
@@ -125,5 +155,6 @@ def _reporting(build: Callable[..., Any]) -> Callable[..., Any]:
             _thread.is_building = False
         return result
 
+    function.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]  # inspect.getfullargspec reads it
     setattr(function, _MARK, True)
     return function
