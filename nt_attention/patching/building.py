@@ -105,7 +105,7 @@ def _watch(file: Any) -> None:
 
 
 class _New:
-    """The `__new__` of a base class of models: it lets the constructor of the model's class report, when it is used."""
+    """The `__new__` of a base class of models: it lets the constructor that runs next report the model."""
 
     def __init__(self, base: Any, kind: type | None = None) -> None:
         self.base, self.kind = base, kind
@@ -119,9 +119,8 @@ class _New:
         return inspect.signature(self.kind.__init__)  # type: ignore[misc]
 
     def __call__(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
-        owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
-        if _listeners and not hasattr(owner.__init__, _MARK):
-            owner.__init__ = _reporting(owner.__init__)
+        if _listeners and not _thread.is_building:
+            _let_constructor_report(kind, self.base)
         make: Any = super(self.base, kind).__new__
         others = (vars(each).get("__new__") for each in kind.__mro__[:-1])
         if all(isinstance(other, _New | None) for other in others):
@@ -129,32 +128,51 @@ class _New:
         return make(kind, *args, **kwargs)
 
 
-def _is_watched(kind: type) -> bool:
-    return any(isinstance(vars(each).get("__new__"), _New) for each in kind.__mro__)
-
-
 _MARK = "reports_to_nt_attention"
 
 
+def _let_constructor_report(kind: Any, base: type) -> None:
+    """Replace the constructor of a class until it runs. The program sees the original one before and after that."""
+    owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
+    original = vars(owner)["__init__"]
+    if hasattr(original, _MARK):  # an object was made without its constructor, such as a copy
+        return
+
+    @functools.wraps(original)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        if vars(owner)["__init__"] is constructor:
+            owner.__init__ = original
+        build = original.__get__(self, type(self))
+        if isinstance(self, base):
+            _report(self, build, *args, **kwargs)
+        else:
+            build(*args, **kwargs)
+
+    setattr(constructor, _MARK, True)
+    owner.__init__ = constructor
+
+
 def _reporting(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A constructor or a function that returns a model, which reports the model if it is the outermost."""
+    """A method of a class that makes a model, and reports it."""
 
     @functools.wraps(build)
-    def function(self_or_class: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = self_or_class if isinstance(self_or_class, type) else type(self_or_class)
-        if _thread.is_building or not _listeners or not _is_watched(kind):
-            return build(self_or_class, *args, **kwargs)
-        _thread.is_building = True
-        try:
-            result = build(self_or_class, *args, **kwargs)
-            # A constructor returns None, and from_pretrained with output_loading_info a tuple.
-            model = self_or_class if result is None else result[0] if isinstance(result, tuple) else result
-            if isinstance(model, nn.Module):
-                _listeners[-1](model)
-        finally:
-            _thread.is_building = False
-        return result
+    def function(kind: type, *args: Any, **kwargs: Any) -> Any:
+        return _report(None, functools.partial(build, kind), *args, **kwargs)
 
-    function.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]  # inspect.getfullargspec reads it
-    setattr(function, _MARK, True)
     return function
+
+
+def _report(model: nn.Module | None, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build a model, and report it if no other one is being built: `model`, or what `build` returns."""
+    if _thread.is_building or not _listeners:
+        return build(*args, **kwargs)
+    _thread.is_building = True
+    try:
+        result = build(*args, **kwargs)
+        if model is None:
+            model = result[0] if isinstance(result, tuple) else result  # from_pretrained with output_loading_info
+        if isinstance(model, nn.Module):
+            _listeners[-1](model)
+    finally:
+        _thread.is_building = False
+    return result

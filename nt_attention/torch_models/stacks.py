@@ -95,7 +95,7 @@ def patch_layer(name: str, layer: Layer, handle: PatchHandle) -> bool:
     is_encoder = isinstance(layer, nn.TransformerEncoderLayer)
     kind = ENCODER_LAYER if is_encoder else DECODER_LAYER
     if (reason := layer_not_supported(layer, kind)) is not None:
-        handle.skip(name, f"{reason} Only its attention is replaced.")
+        handle.skip(name, reason if handle.is_automatic else f"{reason} Only its attention is replaced.")
         return False
     patch_layers([layer], kind, handle, padding_free=True, in_stack=False)
     decoder = functools.partial(_decoder, handle, _run_decoder_layer)

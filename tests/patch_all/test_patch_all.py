@@ -356,13 +356,16 @@ def test_each_stack_of_a_model_reports_for_itself():
 
 
 def test_classes_of_the_user_are_patched_when_their_constructor_returns():
-    want = output(Built(3))
+    want, constructors = output(Built(3)), (Built.__init__, nn.TransformerEncoder.__init__, BertModel.__init__)
     with nta.patch_all() as handle:
         close(output(Built(3)), want)
+        assert (Built.__init__, nn.TransformerEncoder.__init__, BertModel.__init__) == constructors
+        copy.deepcopy(Built(1))  # without its constructor
+        Built(1)
         single = OwnLayer(16, 2, 24, batch_first=True)
-    assert handle.models == {"Built": 1}
+    assert handle.models == {"Built": 3}
     assert handle.counts["Built"].calls == {None: 1}
-    assert handle.left == {"OwnLayer": "overrides forward, _sa_block or _ff_block. Only its attention is replaced"}
+    assert handle.left == {"OwnLayer": "overrides forward, _sa_block or _ff_block"}
     assert "forward" not in vars(single)
 
 
