@@ -162,7 +162,7 @@ def _reporting(build: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _report(model: nn.Module | None, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _report(model: Any, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build a model, and report it if no other one is being built: `model`, or what `build` returns."""
     if _thread.is_building or not _listeners:
         return build(*args, **kwargs)
