@@ -231,8 +231,9 @@ def _patch_modules(
         path = f"{name}.{child_name}"
         if child is None:
             continue
-        if handle.mesh is not None and isinstance(child, nn.MultiheadAttention):
-            handle.skip(path, "with a mesh, a single nn.MultiheadAttention is not changed.")
+        if (handle.mesh is not None or handle.is_automatic) and isinstance(child, nn.MultiheadAttention):
+            who = "patch_all" if handle.is_automatic else "with a mesh, patch"
+            handle.skip(path, f"{who} does not change a single nn.MultiheadAttention.")
             continue
         if not isinstance(child, nn.MultiheadAttention):
             _patch_modules(path, child, handle, padding_free, packing, in_stack, padded_because)

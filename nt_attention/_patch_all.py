@@ -1,20 +1,27 @@
-"""`patch_all`: patches every Hugging Face model that a program builds."""
+"""`patch_all`: patches every Hugging Face model, and every Transformer of `torch.nn`, that a program builds."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, get_args
 
 from torch import nn
 
 from ._patch import apply_patch, check_options
 from .graphs.cache import CapturedCalls, CudaGraphs
 from .patching import building
-from .patching.forwards import Handle, active_handles
+from .patching.forwards import Handle, active_handles, restore_copies
 from .patching.handle import Counts, OnFallback, PatchHandle, wrap_lines
+from .patching.pickling import leave_out, without_forward
+from .torch_models.stacks import Layer, Stack
 
 __all__ = ["PatchAllHandle", "patch_all"]
+
+_OF_TORCH = (nn.Transformer, *get_args(Stack), *get_args(Layer))
 
 
 class PatchAllHandle:
@@ -58,6 +65,7 @@ class PatchAllHandle:
             building.remove_listener(self.listener)
             for handle in list(self._handles):
                 handle.remove()
+                restore_copies(handle)
 
     def __enter__(self) -> PatchAllHandle:
         return self
@@ -68,53 +76,81 @@ class PatchAllHandle:
     def __repr__(self) -> str:
         lines = [f"nt_attention.patch_all{'' if self.active else ' (removed)'}:"]
         for name, number in self.models.items():
-            if number > 0:
-                calls = [f"    {line}" for line in repr(self.counts[name]).splitlines()]
-                lines += [f"  {name}: {number} model{'s' if number > 1 else ''} patched", *calls]
+            calls = [f"    {line}" for line in repr(self.counts[name]).splitlines()]
+            lines += [f"  {name}: {number} model{'s' if number > 1 else ''} patched", *calls]
         lines += [f"  {name}: not patched: {reason}" for name, reason in self.left.items()]
-        return "\n".join(wrap_lines(lines if len(lines) > 1 else [*lines, "  no Hugging Face model was built"]))
+        nothing = "  no Hugging Face model and no Transformer of torch.nn was built"
+        return "\n".join(wrap_lines(lines if len(lines) > 1 else [*lines, nothing]))
 
     def listener(self, model: nn.Module) -> None:
         """Patch a model that is complete. Whatever keeps it from being patched does not stop the program."""
-        try:
-            from .hf.pickling import PreTrainedModel, leave_out_patches  # imports transformers, as the program has
-            from .hf.prove.store import keeping_all_proofs
-        except ImportError as error:  # transformers is too old
-            self.left[type(model).__name__] = str(error)
+        leave_out(nn.Module, without_forward)
+        kinds: tuple[type, ...] = _OF_TORCH
+        context: AbstractContextManager[None] = nullcontext()
+        if "transformers.modeling_utils" in sys.modules:
+            try:
+                from .hf.pickling import PreTrainedModel, leave_out_patches
+                from .hf.prove.store import keeping_all_proofs
+            except ImportError as error:  # transformers is too old
+                if not isinstance(model, _OF_TORCH):
+                    self.left[type(model).__name__] = str(error)
+                    return
+            else:
+                leave_out_patches()
+                kinds, context = (*_OF_TORCH, PreTrainedModel), keeping_all_proofs()
+        named = next((part for part in model.modules() if isinstance(part, kinds)), None)
+        if named is None:
             return
-
-        leave_out_patches()
-        name = next((type(part).__name__ for part in model.modules() if isinstance(part, PreTrainedModel)), None)
-        if name is None:
-            return
-        for part in set(active_handles(model)):
-            if not part.is_automatic:
+        for earlier in set(active_handles(model)):
+            if not earlier.is_automatic:
                 return  # the program has patched it
-            self._take_back(part)
+            self._take_back(earlier)
+        for part in model.modules():
+            if isinstance(part, Layer):  # the program made the model of it
+                self.left.pop(type(part).__name__, None)
+        name = type(named).__name__
+        with context:
+            reason = self._patch(name, model, self._shared_prefixes and not isinstance(named, _OF_TORCH))
+        if reason is not None:
+            self.left[name] = reason
+            for part in [] if isinstance(model, _OF_TORCH) else _of_torch_in(model):
+                self.listener(part)
+
+    def _patch(self, name: str, model: nn.Module, shares: bool) -> str | None:
+        """Patch a model. Returns the reason if that is not possible."""
         counts = self.counts.get(name, Counts())
-        handle = PatchHandle(name, self._on_fallback, self._cuda_graphs, None, True, self._shared_prefixes, counts)
+        handle = PatchHandle(name, self._on_fallback, self._cuda_graphs, None, True, shares, counts)
         handle.is_automatic = True
         try:
-            with keeping_all_proofs():
-                apply_patch(handle, model, True, self._packing)
+            apply_patch(handle, model, True, self._packing)
         except Exception as error:  # the code of any model ran
             reason = next(iter(handle.left.values()), repr(error))
-            self.left[name] = reason.partition(" (check ")[0].removeprefix(f"{name} ").rstrip(".")
-            return
+            return reason.partition(" (check ")[0].removeprefix(f"{name} ").rstrip(".")
         reason = "".join(handle.changed.values()).partition(", not packed, because ")[2].partition("; ")[0]
         if reason:
             handle.remove()
-            self.left[name] = reason
-            return
+            return reason
         self.models[name] += 1
         self.counts[name] = counts
         self._handles[handle] = name
+        return None
 
     def _take_back(self, handle: Handle) -> None:
         """Remove the patch of a model that has become a part of another one."""
         handle.remove()
+        restore_copies(handle)
         if (name := self._handles.pop(handle, None)) is not None:
             self.models[name] -= 1
+            if not self.models[name]:
+                del self.models[name]
+                if not self.counts[name].calls:
+                    del self.counts[name]
+
+
+def _of_torch_in(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules in a model that `patch` packs by themselves."""
+    for child in model.children():
+        yield from [child] if isinstance(child, _OF_TORCH) else _of_torch_in(child)
 
 
 def patch_all(
@@ -124,15 +160,18 @@ def patch_all(
     cuda_graphs: CudaGraphs = False,
     shared_prefixes: bool = False,
 ) -> PatchAllHandle:
-    """Make every Hugging Face model padding-free that the program builds from now on, in this process.
+    """Make models padding-free that the program builds from now on, in this process.
 
-    A model is patched as by `patch` when it is complete: when its constructor, `from_pretrained` or `from_config`
-    returns. A model that another one builds for itself is a part of that one. A deep copy of a patched model is patched
-    too. A model that can't be patched runs as it is, and the handle says why. Models that exist already, and those of
-    processes that are started without fork, are not patched.
+    They are every Hugging Face model, and every `nn.Transformer`, `nn.TransformerEncoder`, `nn.TransformerDecoder` and
+    layer of their classes. A model is patched as by `patch` when it is complete: when its constructor,
+    `from_pretrained` or `from_config` returns. A model that another one builds for itself is a part of that one, and so
+    is a layer of which an encoder makes copies. A deep copy of a patched model is patched too. A model that can't be
+    patched runs as it is, and the handle says why. Models that exist already, and those of processes that are started
+    without fork, are not patched.
 
-    Pickled and saved models and configs have no trace of the patch, and load without this package. If the program calls
-    `patch` for a model, its options replace those of this function.
+    The modules of a model keep their classes: `patch_all` replaces no `nn.MultiheadAttention`. Pickled and saved models
+    and configs have no trace of the patch, and load without this package. If the program calls `patch` for a model, its
+    options replace those of this function.
 
     Args:
         packing, on_fallback, cuda_graphs, shared_prefixes: as in `patch`. With `on_fallback="warn"`, each

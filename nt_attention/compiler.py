@@ -21,6 +21,7 @@ from .torch_private import (
     constant_in_graphs,
     count_dispatch_modes,
     frame_callback,
+    graph_tracer,
     is_dispatched,
     is_jit_tracing,
     is_mapped,
@@ -64,6 +65,18 @@ def is_compiling() -> bool:
 def is_exporting() -> bool:
     """Whether torch.export is tracing, in any thread."""
     return torch.compiler.is_exporting()
+
+
+@inline_only
+def needs_one_graph() -> bool:
+    """Whether torch.compile is tracing and must not break the graph, because of `fullgraph=True`. True if unknown."""
+    return torch.compiler.is_dynamo_compiling() and _traces_one_graph()
+
+
+@constant_in_graphs
+def _traces_one_graph() -> bool:
+    tracer = graph_tracer()
+    return any(getattr(tracer, name, True) for name in ("one_graph", "error_on_graph_break"))
 
 
 @inline_only

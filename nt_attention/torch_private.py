@@ -100,6 +100,11 @@ def constant_in_graphs(function: Any) -> Any:
     return function
 
 
+def graph_tracer() -> Any:
+    """What of torch.compile traces the current function."""
+    return _find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", lambda: None)()
+
+
 def graph_break(message: str) -> None:
     """Break the graph of torch.compile here."""
     torch._dynamo.graph_break(msg=message)
@@ -267,20 +272,16 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffe
 HOOKS = frozenset(name for name in vars(nn.Module()) if re.fullmatch("_(forward|backward)_(pre_)?hooks", name))
 
 
-def _hooks(direction: str) -> Callable[[nn.Module], tuple[dict[int, Any], ...]]:
+def _hooks(direction: str, number: int = 2) -> Callable[[nn.Module], tuple[dict[int, Any], ...]]:
     """A function that gives a module's hooks of its forward or of its backward, and those before it."""
     names = [name for name in vars(nn.Module()) if re.fullmatch(f"_{direction}_(pre_)?hooks", name)]
-    return attrgetter(*names) if len(names) == 2 else Missing(f"hooks of the {direction} of a module")
+    return attrgetter(*names) if len(names) == number else Missing(f"hooks of the {direction} of a module")
 
 
-forward_hooks_of, backward_hooks_of = _hooks("forward"), _hooks("backward")
+forward_hooks_of, backward_hooks_of, hooks_of = _hooks("forward"), _hooks("backward"), _hooks("(forward|backward)", 4)
 SAME_DIMS = "_qkv_same_embed_dim"  # of nn.MultiheadAttention: whether it has one weight for query, key and value
 REPLICATE = "_replicate_for_data_parallel"  # the method that makes a replica for DataParallel
-
-
-def set_parameters(module: nn.Module, table: dict[str, nn.Parameter | None]) -> None:
-    """Let a module use a table of parameters, which others may use too."""
-    vars(module)[PARAMETERS] = table
+PREPARE_SCRIPT = "__prepare_scriptable__"  # the method that gives what torch.jit.script compiles
 
 
 def set_buffers(module: nn.Module, table: Mapping[str, Tensor | None]) -> None:

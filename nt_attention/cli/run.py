@@ -1,4 +1,4 @@
-"""Run a program in which every Hugging Face model is patched when it is complete."""
+"""Run a program in which every Hugging Face model and every Transformer of torch.nn is patched when it is complete."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _run_script(path: str, variables: dict[str, Any]) -> None:
     if path == "-":
         _set_first_path("")
         variables.update(__file__="<stdin>", __loader__=BuiltinImporter, __cached__=None)
-        exec(compile(sys.stdin.read(), "<stdin>", "exec"), variables)
+        exec(compile(sys.stdin.read(), "<stdin>", "exec", dont_inherit=True), variables)
         return
     if pkgutil.get_importer(path) is not None:
         sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.abspath(path)]
@@ -112,7 +112,7 @@ def _run_script(path: str, variables: dict[str, Any]) -> None:
         with io.open_code(file) as opened:
             code = pkgutil.read_code(opened)
         with io.open_code(file) as opened:
-            code = code or compile(opened.read(), file, "exec")
+            code = code or compile(opened.read(), file, "exec", dont_inherit=True)
     except OSError as error:
         print(f"{sys.orig_argv[0]}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         sys.exit(2)

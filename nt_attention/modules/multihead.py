@@ -38,6 +38,12 @@ QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
 # Arguments of `varlen_attention`. nn.MultiheadAttention only supports their defaults.
 _SCORE_OPTIONS = ("window_size", "softcap", "scale")
 _SCORE_DEFAULTS = tuple([OPTIONS[name].default for name in _SCORE_OPTIONS])
+# The attributes of a module that computes what nn.MultiheadAttention computes, which has no such attributes.
+STOCK_OPTIONS = {
+    **dict(zip(_SCORE_OPTIONS, _SCORE_DEFAULTS, strict=True)),
+    **{"alibi": False, "backend": "auto", "graphs": None},
+    **dict.fromkeys(("sinks", "q_norm", "k_norm", "rotation")),
+}
 _CHECKED = {*_SCORE_OPTIONS, "alibi", "backend", "dropout", "add_zero_attn"}
 
 

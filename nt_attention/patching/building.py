@@ -1,13 +1,15 @@
-"""Which Hugging Face models a program builds, and when each is complete. Does not import transformers.
+"""Which models a program builds, and when each is complete. Does not import transformers.
 
-A model is complete when the outermost of these calls returns: its constructor, `from_pretrained`, or `from_config`. So
-a model that another one builds for itself is a part of that one.
+A model is one of Hugging Face, or an `nn.Transformer`, an encoder, a decoder or a layer of `torch.nn`. It is complete
+when the outermost of these calls returns: its constructor, `from_pretrained`, or `from_config`. So a model that another
+one builds for itself is a part of that one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -17,10 +19,15 @@ from typing import Any
 
 from torch import nn
 
-# The second one reads states at padding for ColBERT, so it has to be patched with the model that it builds.
+# File → the classes in it. The last one reads states at padding for ColBERT, so it has to be patched together with the
+# model that it builds.
 _CLASSES = {
-    "transformers.modeling_utils": "PreTrainedModel",
-    "sentence_transformers.base.modules.transformer": "Transformer",
+    "torch.nn.modules.transformer": (
+        *("Transformer", "TransformerEncoder", "TransformerDecoder"),
+        *("TransformerEncoderLayer", "TransformerDecoderLayer"),
+    ),
+    "transformers.modeling_utils": ("PreTrainedModel",),
+    "sentence_transformers.base.modules.transformer": ("Transformer",),
 }
 # `from_config` of the Auto classes calls the second one. It is not in hf/transformers_private.py, whose import takes
 # transformers: programs set environment variables before they import that.
@@ -47,7 +54,7 @@ def add_listener(listener: Callable[[nn.Module], None]) -> None:
 
 
 def remove_listener(listener: Callable[[nn.Module], None]) -> None:
-    """End `add_listener`. The functions that it has put around those of transformers stay, and only call them."""
+    """End `add_listener`. What it has put around the functions of torch and transformers stays, and only calls them."""
     _listeners.remove(listener)
 
 
@@ -87,43 +94,85 @@ class _Finder(MetaPathFinder):
 
 
 def _watch(file: Any) -> None:
-    base: Any = getattr(file, _CLASSES[file.__name__], object)
-    if "__new__" in vars(base):
-        return
-    for name in _CLASS_METHODS:
-        if (method := vars(base).get(name)) is not None:
-            setattr(base, name, classmethod(_reporting(method.__func__)))
-    base.__new__ = staticmethod(_new)
+    for class_name in _CLASSES[file.__name__]:
+        base: Any = getattr(file, class_name, None)
+        if base is None or "__new__" in vars(base):
+            continue
+        for name in _CLASS_METHODS:
+            if (method := vars(base).get(name)) is not None:
+                setattr(base, name, classmethod(_reporting(method.__func__)))
+        base.__new__ = _New(base)
 
 
-def _new(kind: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make an instance, after its class got a constructor that reports. Classes that are not used stay as they are."""
-    owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
-    if _listeners and not hasattr(owner.__init__, _MARK):
-        owner.__init__ = _reporting(owner.__init__)
-    return object.__new__(kind)
+class _New:
+    """The `__new__` of a base class of models: it lets the constructor that runs next report the model."""
+
+    def __init__(self, base: Any, kind: type | None = None) -> None:
+        self.base, self.kind = base, kind
+
+    def __get__(self, instance: object, kind: type) -> _New:
+        return _New(self.base, kind)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the constructor, which is the signature of a class without a `__new__`."""
+        return inspect.signature(self.kind.__init__)  # type: ignore[misc]
+
+    def __call__(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if _listeners and not _thread.is_building:
+            _let_constructor_report(kind, self.base)
+        make: Any = super(self.base, kind).__new__
+        others = (vars(each).get("__new__") for each in kind.__mro__[:-1])
+        if all(isinstance(other, _New | None) for other in others):
+            return make(kind)  # as `object.__new__`, which ignores arguments if no class of the model has its own
+        return make(kind, *args, **kwargs)
 
 
 _MARK = "reports_to_nt_attention"
 
 
+def _let_constructor_report(kind: Any, base: type) -> None:
+    """Replace the constructor of a class until it runs. The program sees the original one before and after that."""
+    owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
+    original = vars(owner)["__init__"]
+    if hasattr(original, _MARK):  # an object was made without its constructor, such as a copy
+        return
+
+    @functools.wraps(original)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        if vars(owner)["__init__"] is constructor:
+            owner.__init__ = original
+        build = original.__get__(self, type(self))
+        if isinstance(self, base):
+            _report(self, build, *args, **kwargs)
+        else:
+            build(*args, **kwargs)
+
+    setattr(constructor, _MARK, True)
+    owner.__init__ = constructor
+
+
 def _reporting(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A constructor or a function that returns a model, which reports the model if it is the outermost."""
+    """A method of a class that makes a model, and reports it."""
 
     @functools.wraps(build)
-    def function(self_or_class: Any, *args: Any, **kwargs: Any) -> Any:
-        if _thread.is_building or not _listeners:
-            return build(self_or_class, *args, **kwargs)
-        _thread.is_building = True
-        try:
-            result = build(self_or_class, *args, **kwargs)
-            # A constructor returns None, and from_pretrained with output_loading_info a tuple.
-            model = self_or_class if result is None else result[0] if isinstance(result, tuple) else result
-            if isinstance(model, nn.Module):
-                _listeners[-1](model)
-        finally:
-            _thread.is_building = False
-        return result
+    def function(kind: type, *args: Any, **kwargs: Any) -> Any:
+        return _report(None, functools.partial(build, kind), *args, **kwargs)
 
-    setattr(function, _MARK, True)
     return function
+
+
+def _report(model: Any, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build a model, and report it if no other one is being built: `model`, or what `build` returns."""
+    if _thread.is_building or not _listeners:
+        return build(*args, **kwargs)
+    _thread.is_building = True
+    try:
+        result = build(*args, **kwargs)
+        if model is None:
+            model = result[0] if isinstance(result, tuple) else result  # from_pretrained with output_loading_info
+        if isinstance(model, nn.Module):
+            _listeners[-1](model)
+    finally:
+        _thread.is_building = False
+    return result

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import CodeType, MethodType
 from typing import Any, Protocol
@@ -18,9 +18,10 @@ from torch.nn import functional
 
 from ..compiler import inline_only, is_compiling, is_exporting, is_in_jit_trace
 from ..graphs.cache import CapturedCalls
-from ..torch_private import REPLICATE
+from ..torch_private import PREPARE_SCRIPT, REPLICATE, hooks_of
 
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
+SET_WITH_FORWARD = (REPLICATE, PREPARE_SCRIPT)  # attributes of a patched module
 CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
 CONTINUES_FROM_CACHE = "it continues from a cache"
 GRADIENTS_PER_SAMPLE = (
@@ -102,6 +103,17 @@ class PatchedForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original)
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The original forward as a method, in which `inspect` and `typing` find its source and its variables."""
+        return MethodType(type(self.module).forward, self.module) if self.before is None else self.before
+
+    def __getattr__(self, name: str) -> Any:
+        """The special attributes of the original forward, such as `__annotations__` and `__qualname__`."""
+        if not name.startswith("__") or name == "__wrapped__":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__wrapped__, name)
+
     @inline_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], nn.Module):  # accelerate binds the forward again and passes the module
@@ -156,6 +168,14 @@ def copies_of(handle: Handle) -> list[nn.Module]:
     return list(_copies.get(handle, ()))
 
 
+def restore_copies(handle: Handle) -> None:
+    """Take the `forward` of a patch that was removed out of the deep copies too. They run the original one already."""
+    for module in copies_of(handle):
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, PatchedForward) and forward.handle is handle:
+            _restore_forward(module, forward)
+
+
 @inline_only
 def is_recorded() -> bool:
     """Whether torch.export or torch.jit.trace records the call: its graph would keep the lengths of this batch."""
@@ -207,6 +227,8 @@ def override_forward(module: nn.Module, forward: Forward, handle: Handle) -> Non
     patched = PatchedForward(module, forward, before, handle)
     module.forward = patched
     setattr(module, REPLICATE, functools.partial(_replicate, patched))
+    if handle.is_automatic:
+        setattr(module, PREPARE_SCRIPT, functools.partial(_without_patch, patched))
     handle.on_remove(module, _restore_forward, patched)
 
 
@@ -217,8 +239,16 @@ def _replicate(patched: PatchedForward) -> nn.Module:
     return replica
 
 
+def _without_patch(patched: PatchedForward) -> nn.Module:
+    """The module for TorchScript, which can't compile packed calls. The patch of the whole model is removed."""
+    patched.handle.remove()
+    restore_copies(patched.handle)
+    return patched.module
+
+
 def _restore_forward(module: nn.Module, patched: PatchedForward) -> None:
-    module.__dict__.pop(REPLICATE, None)
+    for name in SET_WITH_FORWARD:
+        module.__dict__.pop(name, None)
     if module.__dict__.get("forward") is not patched:
         return  # a wrapper calls the patched forward, which now runs the original
     if patched.before is not None:
@@ -230,15 +260,27 @@ def _restore_forward(module: nn.Module, patched: PatchedForward) -> None:
 def active_handles(model: nn.Module) -> Iterator[Handle]:
     """The handles of the patches of a model and its parts, also under wrappers around a patched forward."""
     for module in model.modules():
-        for link in _links(module.__dict__.get("forward")):
-            if isinstance(link, PatchedForward) and link.handle.active:
-                yield link.handle
+        for patched in active_forwards(module):
+            yield patched.handle
+
+
+def active_forwards(module: nn.Module) -> list[PatchedForward]:
+    """The patched forwards of this module whose patches are active, also under wrappers around them."""
+    links = _links(module.__dict__.get("forward"))
+    return [link for link in links if isinstance(link, PatchedForward) and link.handle.active]
 
 
 def is_patched(module: nn.Module) -> bool:
     """Whether an active patch has changed this module, also under wrappers around the patched forward."""
-    forward = module.__dict__.get("forward")
-    return any(isinstance(link, PatchedForward) and link.handle.active for link in _links(forward))
+    return bool(active_forwards(module))
+
+
+def have_foreign_hooks(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules have hooks, but for those of PyTorch: these, such as FSDP's, take inputs of any shape."""
+    if not any(map(any, map(hooks_of, modules))):  # a hot path, without Python code
+        return False
+    hooks = [hook for module in modules for table in hooks_of(module) for hook in table.values()]
+    return any(_module_of(getattr(hook, "func", hook)).partition(".")[0] != "torch" for hook in hooks)
 
 
 # Packages whose wrappers around a `forward` keep shapes: they cast, move, compile, or call hooks.

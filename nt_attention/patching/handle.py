@@ -344,7 +344,11 @@ class PatchHandle:
             hint = 'With on_fallback="warn" it runs padded, as before the patch.'
             raise NotPackedError(f"{what} can't run packed: {reason}. {hint} {advice}".rstrip())
         if warns:
-            warn(f"{what} runs padded, as before the patch: {reason}. {advice}".rstrip(), NotPackedWarning)
+            try:
+                warn(f"{what} runs padded, as before the patch: {reason}. {advice}".rstrip(), NotPackedWarning)
+            except NotPackedWarning:  # the filters make warnings errors
+                if not self.is_automatic:
+                    raise
 
     def note(self, text: str) -> None:
         """Say something about a packed call in `print(handle)`."""

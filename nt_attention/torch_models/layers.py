@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from ..layouts.protocol import Layout
 from ..modules.multihead import VarlenMultiheadAttention
-from ..patching.forwards import PatchedForward, override_forward, replacement_of
+from ..patching.forwards import PatchedForward, active_forwards, override_forward, replacement_of
 from ..patching.handle import PatchHandle
 from ..torch_private import forward_hooks_of, relu_of_addmm
-from .attention_modules import attention_not_supported, swap_attention
+from .attention_modules import as_varlen, attention_not_supported, swap_attention
 
 _Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
@@ -141,12 +141,20 @@ def _runs_known_code(part: nn.Module) -> bool:
 def patch_layers(
     layers: Iterable[nn.Module], kind: LayerKind, handle: PatchHandle, padding_free: bool, in_stack: bool = True
 ) -> None:
-    """Replace the attention of layers, and make those `in_stack` take layouts if `padding_free`."""
+    """Replace the attention of layers, and make those `in_stack` take layouts if `padding_free`.
+
+    `patch_all` does not replace attention: programs that did not ask for it may compare the type of modules.
+    """
     for layer in layers:
-        for attention in kind.attentions:
+        for attention in () if handle.is_automatic else kind.attentions:
             swap_attention(layer, attention, handle, padded_because="its layer packs" if padding_free else None)
         if padding_free and in_stack:
             override_forward(layer, _encoder_layer if kind is ENCODER_LAYER else _decoder_layer, handle)
+
+
+def takes_layouts(layer: nn.Module) -> bool:
+    """Whether a patch has made a layer take layouts, as a part of a stack."""
+    return any(patched.forward in (_encoder_layer, _decoder_layer) for patched in active_forwards(layer))
 
 
 def _encoder_layer(
@@ -197,7 +205,8 @@ def run_decoder_layer(
     """Run a layer on packed `x` (T, E) and packed `memory` (S, E)."""
 
     def attend_to_memory(x: Tensor) -> Tensor:
-        return layer.dropout2(layer.multihead_attn(x, memory, memory, layout=layout, key_layout=memory_layout)[0])
+        attention = as_varlen(layer.multihead_attn)
+        return layer.dropout2(attention(x, memory, memory, layout=layout, key_layout=memory_layout)[0])
 
     x = _add_block(layer, layer.norm1, x, lambda x: _attend(layer, x, layout, is_causal))
     x = _add_block(layer, layer.norm2, x, attend_to_memory)
@@ -210,7 +219,7 @@ def _add_block(layer: _Layer, norm: nn.Module, x: Tensor, block: Callable[[Tenso
 
 
 def _attend(layer: _Layer, x: Tensor, layout: Layout, is_causal: bool) -> Tensor:
-    return layer.dropout1(layer.self_attn(x, x, x, is_causal=is_causal, layout=layout)[0])
+    return layer.dropout1(as_varlen(layer.self_attn)(x, x, x, is_causal=is_causal, layout=layout)[0])
 
 
 def _feed_forward(layer: _Layer, x: Tensor, last_dropout: nn.Module) -> Tensor:

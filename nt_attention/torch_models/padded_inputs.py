@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler import can_be_read, outside_of_graphs
+from ..compiler import can_be_read, is_captured, outside_of_graphs
 from ..layouts.known import SequenceLayout
 from ..layouts.protocol import Layout
 from ..modules.inputs import layout_without_padding
@@ -101,7 +101,7 @@ def pack_inputs(
     if not all(x.dim() == rows[0].dim() and (x.dim() == 2 or x.shape[0] == rows[0].shape[0]) for x in rows):
         return None
     read = [*rows, *(x.padding for x in inputs if x.padding is not None)]
-    if not all(map(can_be_read, read)):
+    if not all(map(_can_be_read, read)):
         return "its values can't be read here"
     if reason is not None:
         return reason
@@ -185,7 +185,7 @@ def padding_of_memory(source: Tensor, memory: Tensor | None) -> Literal["same", 
     if memory is source:
         return "same"
     masks = [source] if memory is None else [source, memory]
-    can_be_compared = all(can_be_read(x) and _is_mask(x) and x.shape == source.shape for x in masks)
+    can_be_compared = all(_can_be_read(x) and _is_mask(x) and x.shape == source.shape for x in masks)
     return _compare_padding(source, memory) if can_be_compared else "hidden"
 
 
@@ -201,6 +201,10 @@ def _compare_padding(source: Tensor, memory: Tensor | None) -> Literal["same", "
     if is_visible:
         return "visible"
     return "hidden" if differs or hidden is None else "same"
+
+
+def _can_be_read(tensor: Tensor) -> bool:
+    return can_be_read(tensor) and not is_captured(tensor)
 
 
 def _is_mask(tensor: Tensor) -> bool:

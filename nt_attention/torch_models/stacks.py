@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from ..compiler import is_compiling, outside_of_graphs
+from ..compiler import is_compiling, needs_one_graph, outside_of_graphs
 from ..layouts.known import Unwrapped, unwrap_each
 from ..modules.graphs import PackedValues, run_as_graph
 from ..patching.forwards import (
@@ -95,7 +95,7 @@ def patch_layer(name: str, layer: Layer, handle: PatchHandle) -> bool:
     is_encoder = isinstance(layer, nn.TransformerEncoderLayer)
     kind = ENCODER_LAYER if is_encoder else DECODER_LAYER
     if (reason := layer_not_supported(layer, kind)) is not None:
-        handle.skip(name, f"{reason} Only its attention is replaced.")
+        handle.skip(name, reason if handle.is_automatic else f"{reason} Only its attention is replaced.")
         return False
     patch_layers([layer], kind, handle, padding_free=True, in_stack=False)
     decoder = functools.partial(_decoder, handle, _run_decoder_layer)
@@ -152,10 +152,10 @@ def _encoder(
     run_padded: bool = False,
 ) -> Tensor:
     """The forward of a patched encoder. With `run_padded` it is the original forward, and counts nothing."""
-    if src.is_nested:
+    if src.is_nested and not handle.is_automatic:
         return _nested_encoder(handle, encoder, src, mask, src_key_padding_mask, bool(is_causal))
     source = PaddedInput(src, src_key_padding_mask, "src_key_padding_mask", mask, "mask", is_causal)
-    packed = None if run_padded else _pack(handle, encoder, source)
+    packed = None if run_padded or src.is_nested else _pack(handle, encoder, source)
     if packed is None:
         return original(src, mask, src_key_padding_mask, is_causal)
     (tokens,) = packed
@@ -222,7 +222,7 @@ def _decoder(
     """The forward of a patched decoder, or of a patched decoder layer that is in none. `run` runs it packed."""
     call = _DecoderCall(*args, **kwargs)
     is_nested = call.tgt.is_nested or call.memory.is_nested
-    if is_nested and isinstance(module, nn.TransformerDecoder):
+    if is_nested and isinstance(module, nn.TransformerDecoder) and not handle.is_automatic:
         out = _nested_decoder(handle, module, call)
         return original(*args, **kwargs) if out is None else out
     packed = None if is_nested else _pack(handle, module, *call.inputs, reason=call.not_packed_because)
@@ -281,10 +281,12 @@ def _transformer(
     """
     call = _TransformerCall(*args, **kwargs)
     padding = call.src_key_padding_mask
-    if call.src.is_nested or call.tgt.is_nested:
+    is_nested = call.src.is_nested or call.tgt.is_nested
+    if is_nested and not handle.is_automatic:
         _check_nested(call.src, call.tgt)
         return model.decoder(call.tgt, model.encoder(call.src, **call.encoder_masks), **call.decoder_masks)
-    if padding is None or not _is_patched(model.encoder, nn.TransformerEncoder):
+    may_pack = not is_nested and not _needs_one_graph(handle) and _is_patched(model.encoder, nn.TransformerEncoder)
+    if padding is None or not may_pack:
         return original(*args, **kwargs)
     plan = _plan_transformer(handle, model, call, padding)
     if plan == "padded encoder":
@@ -321,14 +323,14 @@ def _plan_transformer(
     if in_memory == "visible":
         handle.fall_back("memory_key_padding_mask does not hide the padding of src", "the encoder of this call")
         return "padded encoder"
-    packed = _pack_both(model, call) if in_memory == "same" else None
+    packed = _pack_both(handle, model, call) if in_memory == "same" else None
     if packed is None:
         return "one by one"
     handle.count(None, *_sizes((call.src, call.tgt), packed))
     return packed
 
 
-def _pack_both(model: nn.Transformer, call: _TransformerCall) -> tuple[PackedInput, ...] | None:
+def _pack_both(handle: PatchHandle, model: nn.Transformer, call: _TransformerCall) -> tuple[PackedInput, ...] | None:
     """Pack source and target. None if the encoder and the decoder have to be called one by one.
 
     Hooks on them get padded batches, as before the patch, and one that is compiled by itself stays compiled.
@@ -336,7 +338,7 @@ def _pack_both(model: nn.Transformer, call: _TransformerCall) -> tuple[PackedInp
     stacks = model.encoder, model.decoder
     if not _is_patched(model.decoder, nn.TransformerDecoder) or any(map(_is_wrapped, stacks)):
         return None
-    if any(why_not_packed_now(stack) is not None for stack in stacks):
+    if any(why_not_packed_now(stack, handle) is not None for stack in stacks):
         return None
     batch_first = _batch_first(model.encoder)
     if _batch_first(model.decoder) != batch_first:
@@ -362,16 +364,21 @@ def _pack(
     handle: PatchHandle, module: nn.Module, *inputs: PaddedInput, reason: str | None = None
 ) -> tuple[PackedInput, ...] | None:
     """Pack the inputs of a call, and count the call. None if it has to run padded; see `pack_inputs`."""
-    if all(x.padding is None for x in inputs) and handle.mesh is None:
+    if (all(x.padding is None for x in inputs) and handle.mesh is None) or _needs_one_graph(handle):
         return None
     return _pack_and_count(handle, module, inputs, reason)
+
+
+def _needs_one_graph(handle: PatchHandle) -> bool:
+    """Whether a program that did not ask for a patch has asked for a single graph, which packing would break."""
+    return handle.is_automatic and needs_one_graph()
 
 
 @outside_of_graphs  # the host reads the masks, and graphs support no locks
 def _pack_and_count(
     handle: PatchHandle, module: nn.Module, inputs: tuple[PaddedInput, ...], reason: str | None
 ) -> tuple[PackedInput, ...] | None:
-    reason = why_not_packed_now(module) or reason
+    reason = why_not_packed_now(module, handle) or reason
     if handle.mesh is None and is_context_parallel():
         reason = CONTEXT_PARALLEL
     elif has_gradients_per_sample(module):
@@ -466,14 +473,14 @@ def _nested_encoder(
             "a NestedTensor has no padding and supports no dense mask: pass is_causal=True for a causal encoder, "
             "and leave out src_key_padding_mask."
         )
-    _check_unchanged(encoder)
+    _check_unchanged(encoder, handle)
     (source,) = unwrap_each(src=src)
     return source.rewrap(_run(handle, _run_encoder, encoder, is_causal, source))
 
 
-def _check_unchanged(stack: Stack) -> None:
+def _check_unchanged(stack: Stack, handle: PatchHandle) -> None:
     """Raise an error if a stack can't run packed any more: NestedTensors can't run padded."""
-    reason = None if is_compiling() else why_not_packed_now(stack)
+    reason = None if is_compiling() else why_not_packed_now(stack, handle)
     if reason is not None:
         raise ValueError(
             f"NestedTensors can only run packed, but {reason}. Call remove() on the handle of the patch, and patch the "
@@ -487,6 +494,6 @@ def _nested_decoder(handle: PatchHandle, decoder: nn.TransformerDecoder, call: _
     has_mask = (call.tgt_mask is not None and not call.tgt_is_causal) or call.not_packed_because is not None
     if has_padding or has_mask or not (call.tgt.is_nested and call.memory.is_nested):
         return None
-    _check_unchanged(decoder)
+    _check_unchanged(decoder, handle)
     target, memory = unwrap_each(tgt=call.tgt, memory=call.memory)
     return target.rewrap(_run(handle, _run_decoder, decoder, bool(call.tgt_is_causal), target, memory))

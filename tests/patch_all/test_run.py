@@ -1,6 +1,7 @@
 """``python -m nt_attention run``: programs run as under python."""
 
 import argparse
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -46,8 +47,74 @@ def test_programs_see_what_python_shows(how, tmp_path):
     got = python("-m", "nt_attention", "run", "--packing", "always", *how, cwd=tmp_path)
     assert want.returncode == 0, want.stderr
     assert got.stdout == want.stdout
-    assert got.stderr == "nt_attention.patch_all:\n  no Hugging Face model was built\n"
+    assert got.stderr == "nt_attention.patch_all:\n  no Hugging Face model and no Transformer of torch.nn was built\n"
     assert got.returncode == 0
+
+
+# What a program can ask about itself, and about a model that it builds. It has no __future__ import.
+PROBE = """
+import inspect, logging, sys, traceback, typing, warnings
+import torch
+from torch import nn
+class Config:
+    fp16: bool = False
+    layers: int = 2
+class Layer(nn.TransformerEncoderLayer):
+    def __init__(self, width: int = 8, *, heads: int = 2):
+        super().__init__(width, heads, 16, batch_first=True)
+class Encoder(nn.TransformerEncoder): pass
+def build(config: Config) -> nn.Module:
+    torch.manual_seed(0)
+    return Encoder(Layer(), config.layers)
+def fail(): 1 / 0
+size: int = 3
+model = build(Config()).eval()
+print("annotations", __annotations__, Config.__annotations__, build.__annotations__)
+print("fp16 is", "on" if Config.__annotations__["fp16"] is not bool else "off")
+print("globals", sorted(globals()), __name__, globals().get("__file__"), __package__, __doc__)
+print("arguments", sys.argv, sys.path[0])
+for kind in (Config, Layer, Encoder, nn.TransformerEncoder, nn.Transformer):
+    print("class", kind.__name__, kind.__qualname__, kind.__module__, kind.__bases__, kind.__mro__, sorted(vars(kind)))
+    for function in (kind, kind.__init__, *([kind.forward] if issubclass(kind, nn.Module) else [])):
+        print(function.__qualname__, inspect.signature(function))
+        if function is not object.__init__:
+            print(inspect.getfullargspec(function))
+print("source", inspect.getsource(nn.TransformerEncoder.__init__), inspect.getsource(model.forward))
+print("hints", typing.get_type_hints(Layer.__init__), typing.get_type_hints(model.forward), model.forward.__qualname__)
+print("modules", [(name, type(module)) for name, module in model.named_modules()], list(model.state_dict()))
+x, padding = torch.ones(2, 3, 8), torch.tensor([[False, False, False], [False, True, True]])
+print("called", model(x, src_key_padding_mask=padding).shape, torch.rand(1))
+print("settings", warnings.filters, logging.root.level, logging.root.handlers, torch.get_default_dtype())
+try:
+    fail()
+except ZeroDivisionError as error:
+    print("error", [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)])
+print("stack", [(frame.filename, frame.name) for frame in traceback.extract_stack()])
+"""
+
+
+def without_ours(output):
+    """The output without the differences that must exist.
+
+    These are frames of this command and of runpy, which a program that is run with -m has too; `__new__` in classes of
+    torch; and a filter of warnings that sympy adds when torch imports it.
+    """
+    frames = r"\('<frozen runpy>', '\w+'\), |\('[^']*/nt_attention/[^']*', '[^']*'\), "
+    return re.sub(rf"{frames}|'__new__', |\('once', None, <class 'sympy[^)]*\), | at 0x[0-9a-f]+", "", output)
+
+
+@pytest.mark.parametrize("how", [["main.py", "-x"], ["-m", "main", "x"], ["-", "x"], ["folder", "x"]])
+def test_programs_find_out_what_python_tells_them(how, tmp_path):
+    (tmp_path / "main.py").write_text(PROBE)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text(PROBE)
+    want = python(*how, cwd=tmp_path, input=PROBE)
+    got = python("-m", "nt_attention", "run", *how, cwd=tmp_path, input=PROBE)
+    assert want.returncode == got.returncode == 0, want.stderr + got.stderr
+    assert "fp16 is off" in want.stdout
+    assert without_ours(got.stdout) == without_ours(want.stdout)
+    calls = "1 call ran packed: 4 tokens in 6 positions, pad ratio 1.50 (33% skipped)"
+    assert got.stderr == f"nt_attention.patch_all:\n  Encoder: 1 model patched\n    {calls}\n"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +148,52 @@ def test_summary(tmp_path):
     assert got.stderr.endswith(
         "  BertModel: 1 model patched\n    1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)\n"
     )
+
+
+OF_TORCH = """
+import sys, torch
+from torch import nn
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.words, self.encoder, self.tags = nn.Embedding(20, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 3)
+    def forward(self, words):
+        padding = words == 0
+        tags = self.tags(self.encoder(self.words(words), None, padding))
+        return nn.functional.cross_entropy(tags[~padding], words[~padding] % 3)
+torch.manual_seed(0)
+batches = torch.randint(1, 20, (4, 5, 9)) * (torch.arange(9) < torch.randint(1, 10, (4, 5, 1)))
+if sys.argv[1:]:
+    sys.modules["nt_attention"] = None
+    model = torch.load("model.pt", weights_only=False)
+    print(f"{model(batches[0]).item():.4f}", [type(part).__name__ for part in model.modules()])
+else:
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for words in batches:
+        optimizer.zero_grad()
+        loss = model(words)
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.4f}")
+    print(f"{model(batches[0]).item():.4f}", [type(part).__name__ for part in model.modules()])
+    torch.save(model, "model.pt")
+assert "transformers" not in sys.modules
+"""
+
+
+def test_programs_with_modules_of_torch_train_and_save_as_before(tmp_path):
+    (tmp_path / "main.py").write_text(OF_TORCH)
+    want = python("main.py", cwd=tmp_path)
+    got = python("-m", "nt_attention", "run", "main.py", cwd=tmp_path)
+    assert want.returncode == got.returncode == 0, want.stderr + got.stderr
+    assert got.stdout == want.stdout
+    assert got.stderr.startswith(
+        "nt_attention.patch_all:\n  TransformerEncoder: 1 model patched\n    5 calls ran packed: "
+    )
+    loaded = python("main.py", "load", cwd=tmp_path)
+    assert loaded.stdout == want.stdout.splitlines(keepends=True)[-1], loaded.stderr
 
 
 def test_programs_that_accelerate_launches_run_in_it(monkeypatch):
