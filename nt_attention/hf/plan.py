@@ -37,10 +37,7 @@ class Plan:
             (`pack/convolutions.py`).
         reads_padding: whether unpatched values of some padded batches depend on the padding. Packed, they are those of
             each sequence alone.
-        draws: whether the model draws random numbers, besides dropout.
-        layers: classes of layers that pack by themselves (`pack/encoder_layers.py`). The other fields but `padded` are
-            then not used.
-        trains: whether such layers pack in training, and in calls with labels.
+        is_random: whether the model makes random numbers in training, besides dropout.
     """
 
     positions: Positions = "padded"
@@ -52,9 +49,7 @@ class Plan:
     equal_lengths: bool = False
     convolutions: tuple[str, ...] = ()
     reads_padding: bool = False
-    draws: bool = False
-    layers: tuple[str, ...] = ()
-    trains: bool = True
+    is_random: bool = False
 
     @property
     def mixing(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
@@ -33,9 +33,21 @@ from ..pack.deferred_scores import CannotDeferError
 from ..pack.padded_modules import one_group
 from ..plan import Form, Head, Plan, Positions
 from ..route.packed_mask import CannotMaskError, MixesSequencesError
-from .draws import Draws
 from .errors import TOLERANCE, UNITS, relative_error, units_apart, worst
-from .rows import OTHER_LENGTHS, Rows, Seen, device_of, embeddings_of, plain_mode, run, run_and_watch, seed_all, tensors_in, unchanged
+from .random_numbers import RandomNumbers
+from .rows import (
+    OTHER_LENGTHS,
+    Rows,
+    Seen,
+    device_of,
+    embeddings_of,
+    plain_mode,
+    run,
+    run_and_watch,
+    seed_all,
+    tensors_in,
+    unchanged,
+)
 
 MOST_PADDED_CLASSES = 4
 _MIXES = "mixes the sequences of a packed row"
@@ -74,14 +86,18 @@ def packed(model: Any, plan: Plan, shared_prefixes: bool = False) -> Iterator[Pa
         yield handle
 
 
-def find_plan(model: PreTrainedModel) -> Plan:
+def find_plan(model: PreTrainedModel, inside: bool = False) -> Plan:
     """How a model is packed. It stays as it is.
+
+    Args:
+        model: the model.
+        inside: whether this is called in a call of the model. Its hooks then do not run again.
 
     Raises:
         NotPackableError: it can't be packed.
     """
     with plain_mode(device_of(model)), unchanged(model):
-        return _Check(model).find()
+        return _Check(model, inside).find()
 
 
 def why_prefixes_differ(model: PreTrainedModel, plan: Plan) -> str | None:
@@ -111,7 +127,8 @@ def why_prefixes_differ(model: PreTrainedModel, plan: Plan) -> str | None:
 class _Check:
     """The check of one model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, inside: bool) -> None:
+        self.inside = inside
         self.model: Any = model
         self.base: Any = families.base_model(model)
         self.rows, self.other = Rows.draw(model), Rows.draw(model, seed=1)
@@ -128,8 +145,8 @@ class _Check:
         """
         self.base.eval()
         try:
-            alone = [run(self.base, each) for each in self.rows.each()[1:]]
-            left = run(self.base, replace(self.rows, is_left=True))
+            alone = [run(self.base, each, self.inside) for each in self.rows.each()[1:]]
+            left = run(self.base, replace(self.rows, is_left=True), self.inside)
         except Exception as error:  # the code of any model
             raise NotPackableError(f"it does not run on rows of token ids: {first_line(error)}") from error
         self.alone = {name: torch.cat([x[name] for x in alone]) for name in alone[0]}  # of all but the first
@@ -188,20 +205,20 @@ class _Check:
         """
         with packed(self.base, plan):
             values, seen = self._watch(self.rows)
-            self._compare_bits(values, "")
+            self._compare_bits(values, "", seen)
             reads_padding = self._compare_alone(plan, values)
             _, of_longer = self._watch(self.longer)
             self._compare_lengths(seen, of_longer)
             self.base.train()
-            with Draws() as draws:
+            with RandomNumbers() as random:
                 self._compare_bits(self._run_with_gradients(), "in training, ")
-        if draws.drawn:
-            self._check_draws()
-        return replace(plan, reads_padding=reads_padding, draws=bool(draws.drawn))
+        if random.made:
+            self._check_random()
+        return replace(plan, reads_padding=reads_padding, is_random=bool(random.made))
 
     def _run(self, rows: Rows) -> dict[str, Tensor]:
         try:
-            return run(self.base, rows)
+            return run(self.base, rows, self.inside)
         except NotPackableError:
             raise
         except Exception as error:  # the code of any model
@@ -209,18 +226,27 @@ class _Check:
 
     def _watch(self, rows: Rows) -> tuple[dict[str, Tensor], list[Seen]]:
         try:
-            return run_and_watch(self.base, rows, 1)
+            return run_and_watch(self.base, rows, 1, self.inside)
         except NotPackableError:
             raise
         except Exception as error:  # the code of any model
             raise why_raised(self.base, error) from error
 
-    def _compare_bits(self, values: dict[str, Tensor], when: str) -> None:
-        """Compare what the second sequence gives, if its neighbors have other tokens."""
+    def _compare_bits(self, values: dict[str, Tensor], when: str, seen: list[Seen] | None = None) -> None:
+        """Compare what the second sequence gives if its neighbors have other tokens.
+
+        With `seen`, also what each module gives: its effect on the result may be 0 now, as that of a new adapter.
+        """
         again, values = self.rows.with_neighbors(self.other), self.rows.part(values, 1)
-        if not _differs(self.rows.part(self._run(again), 1), values):
-            return
-        (_, seen), (_, changed) = self._watch(self.rows), self._watch(again)
+        if seen is None:
+            if not _differs(self.rows.part(self._run(again), 1), values):
+                return
+            _, seen = self._watch(self.rows)
+            got, changed = self._watch(again)
+        else:
+            got, changed = self._watch(again)
+            if not _differs(self.rows.part(got, 1), values) and first_cause(seen, changed) is None:
+                return
         repeated, once_more = self._watch(self.rows)
         if _differs(self.rows.part(repeated, 1), values, many=2**14):
             cause = first_cause(seen, once_more)
@@ -228,7 +254,7 @@ class _Check:
                 f"{when}{of_cause(cause)} gives other values when the same row runs again", _name_of(cause)
             )
         cause = first_cause(seen, changed)
-        if cause is None and not _differs(self.rows.part(self._run(again), 1), values, many=2**10):
+        if cause is None and not _differs(self.rows.part(got, 1), values, many=2**10):
             return  # an order of additions that is not fixed
         raise NotPackableError(f"{when}{of_cause(cause)} {_MIXES}", _name_of(cause))
 
@@ -304,17 +330,17 @@ class _Check:
                 raise NotPackableError("in training, a gradient flows from one sequence of a packed row to another")
         return values
 
-    def _check_draws(self) -> None:
-        """Check that the model draws no random numbers for each row: a packed batch has one row."""
+    def _check_random(self) -> None:
+        """Check that the model makes no random numbers for each row: a packed batch has one row."""
         self.base.train()
-        with Draws() as draws:
+        with RandomNumbers() as random:
             out = self.rows.inputs
             seed_all(0)
             self.base(**out)
-        name = draws.by_row(*self.rows.inputs["attention_mask"].shape)
+        name = random.by_row(*self.rows.inputs["attention_mask"].shape)
         if name is not None:
             raise NotPackableError(
-                f"in training it draws random numbers with {name} for each row, as stochastic depth does, and a packed "
+                f"in training it makes random numbers with {name} for each row, as stochastic depth does, and a packed "
                 "batch has one row"
             )
 
@@ -372,11 +398,12 @@ class _Check:
         return plan.head == "span" or want is None or (loss is not None and _near(loss, want))
 
     def _call_padded(self, labels: dict[str, Tensor]) -> Any:
-        """The padded outputs, or None if the model takes other arguments."""
+        """The padded outputs, or None if the model takes other arguments, or returns no outputs by name."""
         try:
-            return self._call_model(labels)
+            out = self._call_model(labels)
         except Exception:  # the code of any model
             return None
+        return out if isinstance(out, Mapping) else None
 
     @property
     def _mask(self) -> Tensor:
@@ -396,7 +423,8 @@ class _Check:
         inputs = self.rows.inputs
         if labels and self.rows.targets is not None:
             inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
-        return self.model(**inputs, **{name: x.clone() for name, x in labels.items()})
+        run = self.model.forward if self.inside else self.model
+        return run(**inputs, **{name: x.clone() for name, x in labels.items()})
 
 
 def _near(got: Tensor, want: Tensor) -> bool:

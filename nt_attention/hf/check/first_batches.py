@@ -11,14 +11,18 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens, n tokens o
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+import threading
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...compiler import TRACING
+from ...patching.handle import CheckMode
 from ...torch_private import backward_id, children_of, forward_hooks_of, is_replica, is_transformed
 from .. import families
 from ..pack.outputs import UnknownOutputError
@@ -30,8 +34,6 @@ from .later import are_sharded
 from .random_numbers import RandomNumbers
 from .rows import unchanged, watching
 
-CheckMode = Literal["first", "always", "never"]
-MOST_ROWS = 3
 LONGEST_ROW = 4096  # positions, of rows that run padded
 FEWEST_TOKENS = 8  # of the shortest row, if another one has as many
 SHARE = 64  # of the calls of a class that is not of transformers, one in so many is compared again
@@ -70,78 +72,150 @@ class _Structure:
         return self._state
 
 
-@dataclass(eq=False)
-class FirstBatches:
-    """What was compared of the calls of a patched model.
+@dataclass
+class _Compared:
+    """What was compared of a model.
 
     Attributes:
-        model: the patched model.
-        mode: which calls are compared.
-        is_foreign: whether a class in it is not of transformers or torch.
-        compared: kind of call → the length of the longest rows that were compared.
-        wrong: kind of call → why such calls run padded.
+        structure: the modules of the model.
+        lengths: kind of call → the length of the longest rows that were compared.
+        wrong: kind of call → why such calls run padded. A kind that is a number is that of all calls in this state.
+        calls: the number of calls.
     """
 
-    model: nn.Module
-    mode: CheckMode = "first"
-    is_foreign: bool = False
-    compared: dict[Hashable, int] = field(default_factory=dict)
+    structure: _Structure
+    lengths: dict[Hashable, int] = field(default_factory=dict)
     wrong: dict[Hashable, str] = field(default_factory=dict)
     calls: int = 0
-    structure: _Structure | None = None
+
+
+# Patched models → what was compared of them. A copy of a model may be changed, so it is compared again.
+_of_model: weakref.WeakKeyDictionary[nn.Module, _Compared] = weakref.WeakKeyDictionary()
+
+
+def _compared(model: nn.Module) -> _Compared:
+    if model not in _of_model:
+        _of_model[model] = _Compared(_Structure(model))
+    return _of_model[model]
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """What compares the calls of a patched model.
+
+    Attributes:
+        mode: which calls are compared.
+        is_foreign: whether a class in it is of a package whose modules are not known.
+    """
+
+    mode: CheckMode = "first"
+    is_foreign: bool = False
 
     def is_settled(self, call: ModelCall) -> bool:
         """Whether a call packs and need not be compared. Reads no tensor."""
-        kind = self._kind(call)
-        return kind not in self.wrong and kind[0] not in self.wrong and not self._is_due(kind, call)
+        if self.mode == "never":
+            return True
+        compared = _compared(call.model)
+        kind = _kind_of(call, compared)
+        return kind not in compared.wrong and kind[0] not in compared.wrong and not self._is_due(kind, call, compared)
 
     def why_padded(self, call: ModelCall) -> str | None:
         """Why a call that could run packed runs padded, or None. Compares it if it is due."""
         if self.mode == "never" or call.compiler is TRACING:
             return None
-        kind = self._kind(call)
-        if kind[1:] and call.packing is not None and call.packing.has_holes:
-            kind = (*kind, "holes")
-        if reason := self.wrong.get(kind, self.wrong.get(kind[0])):
+        compared = _compared(call.model)
+        kind = _kind_of(call, compared)
+        if any(packing.has_holes for packing in call.packings):
+            kind = (*kind, "with padding between tokens")
+        if reason := compared.wrong.get(kind, compared.wrong.get(kind[0])):
             return reason
-        self.calls += 1
-        if not self._is_due(kind, call) or not (rows := call.rows_to_compare(_choose_rows)):
+        compared.calls += 1
+        if not self._is_due(kind, call, compared) or not (rows := _rows_to_compare(call)):
             return None
-        self.compared[kind] = max(self.compared.get(kind, 0), call.length)
-        comparison = _Comparison(call, rows)
-        reason = comparison.why_different()
+        with comparing() as is_free:
+            if not is_free:
+                return None
+            compared.lengths[kind] = max(compared.lengths.get(kind, 0), call.length)
+            comparison = _Comparison(call, rows)
+            reason = comparison.why_different()
         if reason is None:
             call.entry.handle.counts.compare(comparison.largest)
             return None
         reason = f"its first batch gave other values packed than padded: {reason}"
-        self.wrong[kind[0] if call.arguments.keys() <= _USUAL and "holes" not in kind else kind] = reason
+        is_usual = call.arguments.keys() <= _USUAL and len(kind) == _LENGTH_OF_KIND
+        compared.wrong[kind[0] if is_usual else kind] = reason
         return reason
 
-    def _kind(self, call: ModelCall) -> tuple[Hashable, ...]:
-        """What calls have in common that are compared once. Its first item is the state of the modules."""
-        if self.structure is None:
-            self.structure = _Structure(self.model)
-        return self.structure.state, call.entry.head, call.model.training, frozenset(call.arguments), _dtype_of(call)
-
-    def _is_due(self, kind: Hashable, call: ModelCall) -> bool:
-        is_new = call.length >= 2 * self.compared.get(kind, 0)
-        is_again = self.mode == "always" or (self.is_foreign and self.calls % SHARE == 0)
-        if not (is_new or is_again):
+    def _is_due(self, kind: Hashable, call: ModelCall, compared: _Compared) -> bool:
+        is_new = call.length >= 2 * compared.lengths.get(kind, 0)
+        is_again = self.mode == "always" or (self.is_foreign and compared.calls % SHARE == 0)
+        if not (is_new or is_again) or families.ROW_INPUTS & call.arguments.keys():
             return False
         is_observed = is_transformed() or backward_id() != -1 or is_replica(call.model)
         # Ranks of a mesh, and those that gather parameters, must run the same calls whatever their batches are.
-        is_alone = call.entry.handle.mesh is None and not are_sharded(call.model)
-        return is_alone and not is_observed and not families.ROW_INPUTS & call.arguments.keys()
+        return not is_observed and call.entry.handle.mesh is None and not are_sharded(call.model)
 
 
-def _choose_rows(lengths: list[int]) -> list[int]:
+_LENGTH_OF_KIND = 5
+
+
+def _kind_of(call: ModelCall, compared: _Compared) -> tuple[Hashable, ...]:
+    """What calls have in common of which one is compared. Its first item is the state of the modules."""
+    state, model = compared.structure.state, call.model
+    return state, call.entry.head, model.training, frozenset(call.arguments), dtype_of(model)
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def comparing() -> Iterator[bool]:
+    """A context in which compiled parts run eagerly. It gives False if another thread compares a call."""
+    if not _lock.acquire(blocking=False):
+        yield False
+        return
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield True
+    finally:
+        _lock.release()
+
+
+def _rows_to_compare(call: ModelCall) -> list[int]:
+    packings = call.packings
+    if not packings or "encoder_outputs" in call.arguments or not all(x.is_row_per_sequence for x in packings):
+        return []
+    of_sides = [[len(x.tokens_of_row(row)) for row in range(x.rows)] for x in packings]
+    return choose_rows([min(lengths) and max(lengths) for lengths in zip(*of_sides, strict=True)])
+
+
+def choose_rows(lengths: Sequence[int], longest: int = LONGEST_ROW) -> list[int]:
     """The longest row that is not too long, the shortest and one between. The longest is first."""
-    order = sorted((n, row) for row, n in enumerate(lengths) if 0 < n <= LONGEST_ROW)
+    order = sorted((n, row) for row, n in enumerate(lengths) if 0 < n <= longest)
     if not order:
         return []
     enough = next((at for at, (n, _) in enumerate(order) if n >= FEWEST_TOKENS), len(order) - 1)
     chosen = {order[-1][1], order[enough][1], order[(enough + len(order) - 1) // 2][1]}
-    return sorted(chosen, key=lambda row: -lengths[row])[:MOST_ROWS]
+    return sorted(chosen, key=lambda row: -lengths[row])
+
+
+def pick(call: ModelCall, rows: list[int], alone: bool = False) -> dict[str, Any]:
+    """The arguments of a call for some rows; for one row `alone`, from its first token to its last."""
+    found = {}
+    for name, x in call.arguments.items():
+        found[name] = x
+        packing = call.packing_of(name)
+        size = packing.rows, packing.length
+        if not isinstance(x, Tensor) or not x.dim():
+            continue
+        axis = 1 if name == "position_ids" and x.dim() == 3 else 0  # (axes, B, L)
+        if x.shape[axis] == size[0] and (size[0] > 1 or x.dim() > 1):
+            x = x.index_select(axis, torch.tensor(rows, device=x.device))
+        if alone and x.dim() > axis + 1 and x.shape[axis + 1] == size[1]:
+            positions = packing.positions_of_row(rows[0])
+            x = x.narrow(axis + 1, int(positions[0]), int(positions[-1] - positions[0]) + 1)
+        found[name] = x.clone()  # some losses change positions in place
+    return found
 
 
 class _Comparison:
@@ -156,7 +230,7 @@ class _Comparison:
 
     def why_different(self) -> str | None:
         """What differs, and in which module, or None."""
-        with unchanged(self.call.model), RandomNumbers(drops=False), torch.compiler.set_stance("force_eager"):
+        with unchanged(self.call.model), RandomNumbers(drops=False):
             try:
                 got = self._packed(self.call)
             except (UnknownOutputError, OtherLengthError):  # the call itself falls back
@@ -177,7 +251,7 @@ class _Comparison:
 
     def _padded(self, rows: list[int], alone: bool = False) -> Any:
         """What the original forward gives for some rows: padded, or one row without padding."""
-        arguments = {**self.call.pick(rows, alone), "return_dict": True}
+        arguments = {**pick(self.call, rows, alone), "return_dict": True}
         return Unpatched(replace(self.call, args=(), kwargs=arguments, arguments=arguments)).run()
 
     def _compare(self, name: str, got: Any, padded: Any, alone: list[Any]) -> str | None:
@@ -186,16 +260,14 @@ class _Comparison:
         packing = self.call.packing_of(name)
         for at, row in enumerate(self.rows):
             tokens, positions = packing.tokens_of_row(row), packing.positions_of_row(row)
-            mine = _values_of(got[name], tokens, row, positions)
-            if mine is None or padded[name].dim() < 2 or padded[name].shape[1] <= int(positions.max(initial=0)):
+            mine, theirs = _values_of(got[name], tokens, row, positions), _at(padded[name], at, positions)
+            own = _at(alone[at][name], 0, positions - positions[0])
+            if mine is None or theirs is None or own is None:
                 return None  # not an output for each token
-            theirs, own = padded[name][at, positions], alone[at][name][0]
-            if positions.numel() and own.shape[0] != len(tokens):  # with padding between its tokens
-                own = own[positions - positions[0]] if own.shape[0] > int(positions[-1] - positions[0]) else theirs
-            rounding.append(_error(theirs, own))
-            errors.append(min(_error(mine, theirs), _error(mine, own)))
+            rounding.append(error_of(theirs, own))
+            errors.append(min(error_of(mine, theirs), error_of(mine, own)))
         measured = max(rounding)
-        limit = _floor(self.call) + _FACTOR * (measured if measured <= _MOST_ROUNDING else 0.0)
+        limit = floor_of(self.call.model) + _FACTOR * (measured if measured <= _MOST_ROUNDING else 0.0)
         worst = max(range(len(errors)), key=lambda at: errors[at])
         if errors[worst] <= limit:
             self.largest = max(self.largest, *errors)
@@ -209,16 +281,21 @@ class _Comparison:
     def _compare_losses(self, padded: Any) -> str | None:
         """Compare the loss of the rows that were chosen."""
         want, call = padded.get("loss"), self.call
-        if want is None or call.entry.head not in ("token", "next token") or call.packing.ignores_labels:
+        if want is None or call.entry.head not in ("token", "next token") or self._ignores_labels:
             return None
-        call = replace(call, arguments=call.pick(self.rows))
-        if call.packing is None or call.packing.saves_nothing or not bool(want.isfinite()):
+        call = replace(call, arguments=pick(call, self.rows))
+        if call.packing is None or all(x.saves_nothing for x in call.packings) or not bool(want.isfinite()):
             return None
         got = self._packed(call).get("loss")
         if got is None:
             return None
         error = float((got.double() - want.double()).abs() / want.double().abs().clamp(min=1e-6))
-        return None if error <= 4 * _floor(self.call) else f"the loss differs by {error:.1e}"
+        return None if error <= 4 * floor_of(self.call.model) else f"the loss differs by {error:.1e}"
+
+    @property
+    def _ignores_labels(self) -> bool:
+        """Whether the padded loss counts labels that the packed one leaves out, which is said elsewhere."""
+        return any(packing.ignores_labels for packing in self.call.packings)
 
     def _module(self, row: int) -> str:
         """The first module that gives something else for a row packed than alone, as the end of a sentence."""
@@ -228,41 +305,51 @@ class _Comparison:
             self._packed(self.call)
         with watching(self.call.base, {len(tokens): slice(None)}) as alone:
             self._padded([row], alone=True)
-        cause = first_cause(seen, alone, _floor(self.call))
+        cause = first_cause(seen, alone, floor_of(self.call.model))
         return "" if cause is None else f"; first in {of_cause(cause)}"
 
 
 def _values_of(x: Any, tokens: range, row: int, positions: Tensor) -> Tensor | None:
     """The values (n, …) of a row, of an output that is padded, or is when it is read."""
-    if isinstance(x, PaddedOnRead):
-        packed = x.source.packed
-        return packed[0, tokens.start : tokens.stop] if packed.shape[0] == 1 else packed[row, positions]
-    return x[row, positions] if x.dim() > 1 and x.shape[1] > int(positions.max(initial=0)) else None
+    if isinstance(x, PaddedOnRead) and x.source.packed.shape[0] == 1:
+        return x.source.packed[0, tokens.start : tokens.stop]
+    return _at(x, row, positions)
 
 
-def _error(got: Tensor, want: Tensor) -> float:
+def _at(x: Tensor, row: int, positions: Tensor) -> Tensor | None:
+    """The values (n, …) at some positions of a row, or None if the output has no such positions."""
+    return x[row, positions] if x.dim() > 1 and x.shape[1] > int(positions[-1]) else None
+
+
+def error_of(got: Tensor, want: Tensor) -> float:
     """The relative error that nine tenths of the tokens stay below, or half of few tokens. Experts flip by rounding."""
     errors = []
     for mine, theirs in zip(got.flatten(1).split(1024), want.flatten(1).split(1024), strict=True):
-        mine, theirs = mine.float(), theirs.float()
-        errors.append((mine - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=1e-12))
+        difference, size = mine.float() - theirs.float(), theirs.float().norm(dim=1)
+        errors.append(difference.norm(dim=1) / size.clamp(min=1e-12))
     ordered = torch.cat(errors).nan_to_num(float("inf")).sort().values
     share = 0.9 if len(ordered) >= 10 else 0.5
     return float(ordered[math.ceil(share * len(ordered)) - 1])
 
 
-def _dtype_of(call: ModelCall) -> torch.dtype:
+def dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype in which a model computes."""
-    parameter = families.first_parameter(call.model)
+    parameter = families.first_parameter(model)
     if parameter is None:
         return torch.float32
     device = parameter.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
 
 
-def _floor(call: ModelCall) -> float:
-    """What is rounding in any case."""
-    return _FLOOR.get(_dtype_of(call), _FLOOR_OF_HALF)
+def floor_of(model: nn.Module) -> float:
+    """The relative error that is rounding in any case."""
+    return _FLOOR.get(dtype_of(model), _FLOOR_OF_HALF)
 
 
-__all__ = ["CheckMode", "FirstBatches"]
+# Packages whose modules compute each token by itself, or are checked as those of transformers are.
+_KNOWN = {"torch", "transformers", "nt_attention", "peft", "bitsandbytes", "torchao", "accelerate"}
+
+
+def is_foreign(model: nn.Module) -> bool:
+    """Whether a class in a model is of a package that is not known."""
+    return any(families.class_of(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,11 +148,14 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def run(model: Any, rows: Rows, seed: int = 0) -> dict[str, Tensor]:
-    """What a model gives for a padded batch, see `Rows.values`. Random numbers begin with `seed`."""
-    seed_all(seed)
+def run(model: Any, rows: Rows, inside: bool = False) -> dict[str, Tensor]:
+    """What a model gives for a padded batch, see `Rows.values`. `inside`: its call is running, so run its `forward`."""
+    seed_all(0)
     options = {"return_dict": True} if "return_dict" in inspect.signature(model.forward).parameters else {}
-    return rows.values(model(**rows.inputs, **options))
+    out = (model.forward if inside else model)(**rows.inputs, **options)
+    if not isinstance(out, Mapping):
+        raise TypeError(f"it returns a {type(out).__name__}, not outputs by name")
+    return rows.values(out)
 
 
 def seed_all(seed: int) -> None:
@@ -172,7 +175,9 @@ class Seen:
     outputs: list[Tensor]
 
 
-def run_and_watch(base: nn.Module, rows: Rows, which: int) -> tuple[dict[str, Tensor], list[Seen]]:
+def run_and_watch(
+    base: nn.Module, rows: Rows, which: int, inside: bool = False
+) -> tuple[dict[str, Tensor], list[Seen]]:
     """As `run`, and the calls of modules, in their order, with what they get and give for one sequence."""
     spans = {}
     for sequences in (rows.targets, rows.sequences):
@@ -181,7 +186,7 @@ def run_and_watch(base: nn.Module, rows: Rows, which: int) -> tuple[dict[str, Te
             begin = sum(lengths[:which])
             spans[sum(lengths)] = slice(begin, begin + lengths[which])
     with watching(base, spans) as seen:
-        return run(base, rows), seen
+        return run(base, rows, inside), seen
 
 
 @contextmanager

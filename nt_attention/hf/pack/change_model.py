@@ -22,9 +22,8 @@ from ..transformers_private import ATTENTION, attention_attributes, attention_of
 from .attention_code import override_attention, override_methods
 from .encoder_decoder import EncoderDecoderCall
 from .inputs import padding_id
-from .padded_modules import add_padded_modules, group_by_length
 from .packed_forward import PackedCall, PackingMode, SequenceHeadCall
-from .replaced_modules import classes_to_watch
+from .padded_modules import add_padded_modules, group_by_length
 from .small_batches import Size
 
 
@@ -158,10 +157,15 @@ def make_padding_free(
     packing: PackingMode,
     shares: bool = False,
     grouping: Callable[..., Any] = group_by_length,
+    first_batches: Any = None,
 ) -> None:
     """Make the model pack, and also its base model, because callers may call it directly.
 
-    `shares`: share prefixes. `grouping`: which sequences run together in modules that run padded.
+    Args:
+        model, plan, family, handle, packing: what is packed, and how.
+        shares: whether to share prefixes.
+        grouping: which sequences run together in modules that run padded.
+        first_batches: what compares calls with padded ones.
     """
     base = families.base_model(model)
     needs_row = _override_positions(base, handle) or plan.mask is not None
@@ -173,12 +177,12 @@ def make_padding_free(
     for module in attentions:
         if type(module).__name__ not in plan.padded:
             override_attention(module, is_routed, handle)
-    watched = classes_to_watch(base, {*plan.mixing, *(type(module).__name__ for module in attentions)})
 
     # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
     # Embeddings that depend on other tokens of the row become NaN in a padded row without tokens.
     scales = any(map(scales_by_length, base.modules()))
     differs = plan.reads_padding or family.embed is not None or scales
+    has_windows = any(map(_has_window, (model.config.get_text_config().to_dict(), *map(vars, base.modules()))))
     may_run_padded = packing == "auto" and handle.mesh is None and not differs
 
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
@@ -201,14 +205,25 @@ def make_padding_free(
             shares=shares,
             scales_by_length=scales,
             has_head=is_base and model is not base and plan.head not in (None, "sequence"),
-            watched=watched,
+            has_windows=has_windows,
+            first_batches=first_batches,
         )
 
-    _override_entries(model, packed_call, plan, handle, is_routed)
+    _override_entries(model, packed_call, plan, handle, is_routed, first_batches)
+
+
+def _has_window(fields: dict[str, Any]) -> bool:
+    """Whether the fields of a config or of a module have a window or chunks of positions."""
+    return any(("window" in name or "chunk" in name) and type(x) is int and x > 1 for name, x in fields.items())
 
 
 def _override_entries(
-    model: PreTrainedModel, packed_call: Callable[..., PackedCall], plan: Plan, handle: Handle, is_routed: bool
+    model: PreTrainedModel,
+    packed_call: Callable[..., PackedCall],
+    plan: Plan,
+    handle: Handle,
+    is_routed: bool,
+    first_batches: Any,
 ) -> None:
     """Override the forward of the base model and that of the model. `packed_call(entry, head)` makes a forward."""
     base, head = families.base_model(model), plan.head
@@ -216,7 +231,9 @@ def _override_entries(
         encoder: Any = base.get_encoder()
         override_forward(encoder, packed_call(encoder, None), handle)
         for entry in (base, model) if head == "token" else (base,):
-            override_forward(entry, EncoderDecoderCall(handle, plan, _arguments(entry)[0], is_routed), handle)
+            of_entry = head if entry is model else None
+            both = EncoderDecoderCall(handle, plan, _arguments(entry)[0], is_routed, of_entry, first_batches)
+            override_forward(entry, both, handle)
         packs_head = head == "token"
     else:
         packs_head = head != "sequence"

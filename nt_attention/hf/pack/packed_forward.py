@@ -90,7 +90,8 @@ class PackedCall:
         shares: whether the base model shares prefixes.
         scales_by_length: whether it has rotary embeddings that are scaled by the length of a sequence.
         has_head: whether this is the base model of a head that packs too.
-        watched: the classes of modules that the patch has changed. One that is put in later is not patched.
+        has_windows: whether its attention has windows or chunks of positions.
+        first_batches: a `check.first_batches.FirstBatches`, which compares calls with padded ones; None in the check.
     """
 
     handle: Handle
@@ -107,7 +108,8 @@ class PackedCall:
     shares: bool = False
     scales_by_length: bool = False
     has_head: bool = False
-    watched: frozenset[str] = frozenset()
+    has_windows: bool = False
+    first_batches: Any = None
 
     @property
     def pool(self) -> families.Pool | None:
@@ -150,7 +152,8 @@ class PackedCall:
         add_rows_of_head(call.model, call.arguments)
         if (route := route_of(call, BEFORE_GRAPH)) is not None:
             return route
-        if self.handle.graphs is not None and call.compiler is not TRACING and not is_part_of_a_graph():
+        may_be_graph = self.handle.graphs is not None and call.compiler is not TRACING and not is_part_of_a_graph()
+        if may_be_graph and (self.first_batches is None or self.first_batches.is_settled(call)):
             return AsGraph(call)
         return self._packed_route(call)
 

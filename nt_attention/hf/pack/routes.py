@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,11 @@ class ModelCall:
         """The patched models in this one."""
         return () if self.base is self.model else (self.base,)
 
+    @property
+    def length(self) -> int:
+        """The length L of the padded rows; 0 if they are not known."""
+        return longest_of(self.arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+
     @functools.cached_property
     def packing(self) -> Packing | None:
         """The packing of the batch, or None; see `read_packing`. Syncs with the device once."""
@@ -86,6 +91,23 @@ class ModelCall:
         if self.entry.has_head:
             self.entry.handle.note(WITHOUT_HEAD)
 
+    @property
+    def packings(self) -> tuple[Any, ...]:
+        """The packing of the batch: of both sides, in an encoder-decoder."""
+        return (self.packing,)
+
+    def packing_of(self, name: str) -> Any:
+        """The packing that an argument or an output belongs to."""
+        return self.packing
+
+    def as_packed(self) -> Packed:
+        """The route of the packed call, which is not counted."""
+        packing: Any = self.packing
+        # No graph can do these, and layers may be compiled.
+        make_cached_tensors(self.model, packing.layout.device)
+        extend_tables(self.model, packing.length)
+        return Packed(self, packing) if self.entry.handle.mesh is None else Sharded(self, self.sharded)
+
     @functools.cached_property
     def sharded(self) -> ShardedPacking:
         """The packing, divided over the mesh."""
@@ -95,6 +117,11 @@ class ModelCall:
             check_same_batch(self.arguments, self.entry.handle.mesh)
             _checked[self.model] = weakref.ref(self.entry.handle)
         return divided
+
+
+def longest_of(tensors: Iterable[Any]) -> int:
+    """The largest second dimension of some tensors, or 0."""
+    return max((x.shape[1] for x in tensors if isinstance(x, Tensor) and x.dim() > 1), default=0)
 
 
 WITHOUT_HEAD = "ran the base model alone: what computes logits from its output computes padded positions too"
@@ -201,10 +228,7 @@ class Packed:
         packing: Any = call.packing
         call.tell_differences(packing)
         call.entry.handle.count(None, *packing.sizes)
-        # No graph can do these, and layers may be compiled.
-        make_cached_tensors(call.model, packing.layout.device)
-        extend_tables(call.model, packing.length)
-        return cls(call, packing) if call.entry.handle.mesh is None else Sharded(call, call.sharded)
+        return call.as_packed()
 
     @inline_only
     def run(self) -> Any:

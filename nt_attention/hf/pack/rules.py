@@ -20,13 +20,11 @@ from ...patching.forwards import (
     GRADIENTS_PER_SAMPLE,
     has_gradients_per_sample,
     is_context_parallel,
-    replacement_of,
 )
 from .. import families
 from ..route.attention import NAMES
 from ..transformers_private import ATTENTION, attention_of, has_other_loss
 from .inputs import has_axes, padding_id, points_at_padding
-from .replaced_modules import why_replaced
 from .routes import FallsBack, HeadFallsBack, ModelCall, SmallBatch, Unpatched
 from .sharded_packing import why_call_not_sharded
 from .shared_prefixes import may_share
@@ -54,21 +52,6 @@ def is_divided_by_context_parallel(call: ModelCall) -> str | None:
 def needs_samples(call: ModelCall) -> str | None:
     """Opacus takes the rows for samples."""
     return GRADIENTS_PER_SAMPLE if has_gradients_per_sample(call.model) else None
-
-
-def was_replaced(call: ModelCall) -> str | None:
-    """The forward is not that of the class."""
-    return replacement_of(call.original, type(call.model))
-
-
-def base_was_replaced(call: ModelCall) -> str | None:
-    """The base model, which would get the packed row of the head, has another forward."""
-    return None if call.base is call.model else replacement_of(call.base.forward, type(call.base))
-
-
-def modules_were_replaced(call: ModelCall) -> str | None:
-    """A module that the patch has changed has gone, and another one of its class, which is not patched, has come."""
-    return why_replaced(call.base, call.entry.watched)
 
 
 def has_other_arguments(call: ModelCall) -> str | None:
@@ -110,7 +93,7 @@ def has_holes(call: ModelCall) -> str | None:
         return None
     if call.entry.head == "next token" and "labels" in call.arguments:
         return "its rows have padding between tokens, and labels are shifted over it"
-    return None
+    return "its rows have padding between tokens, which its windows count" if call.entry.has_windows else None
 
 
 def has_no_padding(call: ModelCall) -> str | None:
@@ -141,13 +124,16 @@ def answers_at_padding(call: ModelCall) -> str | None:
     return "its start_positions or end_positions point at padding, which has no logits"
 
 
+def differs_from_padded(call: ModelCall) -> str | None:
+    """The first batch of its kind was compared, and gave other values packed than padded."""
+    first = call.entry.first_batches
+    return None if first is None else first.why_padded(call)
+
+
 # The rules before a call is tried as a CUDA graph, which has rules of its own, and those after it.
 BEFORE_GRAPH: tuple[Rule, ...] = (
     (is_divided_by_context_parallel, FallsBack),
     (needs_samples, FallsBack),
-    (was_replaced, HeadFallsBack),
-    (base_was_replaced, FallsBack),
-    (modules_were_replaced, FallsBack),
     (has_other_arguments, FallsBack),
     (has_no_padding_id, FallsBack),
     (head_needs_rows, HeadFallsBack),
@@ -158,6 +144,7 @@ AFTER_GRAPH: tuple[Rule, ...] = (
     (has_no_padding, Unpatched),
     (is_not_sharded, FallsBack),
     (answers_at_padding, FallsBack),
+    (differs_from_padded, FallsBack),
 )
 
 # Argument → why a call with it falls back to the padded forward.

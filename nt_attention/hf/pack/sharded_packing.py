@@ -42,7 +42,7 @@ def why_not_sharded(plan: Plan, needs_row: bool, is_routed: bool) -> str | None:
     """Why the tokens of a model can't be divided over ranks, or None. The arguments are those of `PackedCall`."""
     if plan.mask is not None or not is_routed:
         return "its own attention code needs all tokens of a sequence on one rank"
-    if plan.extra == "seq_idx" or plan.mixing:
+    if plan.mixing:
         return "it keeps a state along the row"
     if needs_row:
         return "it counts positions along the row, or scales them by the length of sequences"
