@@ -12,7 +12,7 @@ from nt_attention import NotPackedWarning
 from nt_attention.hf import patch_model
 from nt_attention.hf.pack import outputs, routes
 from nt_attention.hf.pack.packing import Packing
-from nt_attention.hf.proof import Proof
+from nt_attention.hf.plan import Plan
 
 
 def test_unknown_output_comes_back_padded(monkeypatch):
@@ -155,7 +155,7 @@ def test_model_that_cuts_its_rows_falls_back(monkeypatch):
     model, batch = make(), make_batch()
     short = ShortModel(model.config)
     want = short(**batch).last_hidden_state
-    monkeypatch.setattr(patch_model, "proof_of", lambda _: (Proof(), "assumed"))
+    monkeypatch.setattr(patch_model, "proof_of", lambda _: (Plan(), "assumed"))
     with nta.patch(short) as handle, pytest.warns(NotPackedWarning, match="ends at 40, but there are 30"):
         close(short(**batch).last_hidden_state, want)
     assert len(handle.calls) == 2
