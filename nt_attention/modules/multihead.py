@@ -399,10 +399,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         reason = self._why_padded(inputs)
         if patched is not None and inputs.layouts is None and key_padding_mask is not None:
             patched.record(reason)
+        if reason is None and inputs.layouts is None:
+            inputs = inputs.pack()
+        if inputs.layouts is not None and torch.is_grad_enabled() and not inputs.is_sharded:
+            inputs = inputs.without_rows_past_end()
         if reason is None:
-            inputs = inputs.pack() if inputs.layouts is None else inputs
-            if torch.is_grad_enabled() and not inputs.is_sharded:
-                inputs = inputs.without_rows_past_end()
             out = None if self.graphs is None or is_compiling() else self._run_as_graph(self.graphs, inputs)
             if out is not None:
                 return inputs.convert_back(out, None, average_attn_weights)
