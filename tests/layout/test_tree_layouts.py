@@ -189,13 +189,19 @@ def test_blocks_are_those_of_the_mask():
     assert not (masked & full).any()
 
 
-def test_expand_and_collapse_with_second_derivatives():
-    tree, x = TreeLayout([2, 1, 1], [-1, 0, 0]), torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(tree.expand(x).tolist(), x[[0, 1, 2, 0, 1, 3]].tolist())
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3, 5), (2, 0, 3)], ids=str)
+def test_expand_and_collapse_with_second_derivatives(shape):
+    tree, x = TreeLayout([2, 1, 1], [-1, 0, 0]), torch.randn(6, *shape, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([0, 1, 2, 0, 1, 3])
+    assert torch.equal(tree.expand(x), x[index])
     assert torch.autograd.gradcheck(tree.expand, x)
     assert torch.autograd.gradgradcheck(lambda x: tree.expand(x).pow(3), x)
-    y = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(tree.collapse, y)
+    assert torch.autograd.gradcheck(tree.collapse, x)
+    weight = torch.randn(6, *shape, dtype=torch.float64)
+    for dtype in (torch.float16, torch.bfloat16):  # the copies are added in float32, and rounded once
+        rounded = weight.to(dtype)
+        (got,) = torch.autograd.grad(tree.expand(x.to(dtype)), x, rounded)
+        assert torch.equal(got, torch.zeros_like(x).index_add(0, index, rounded.double()).to(dtype).double())
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
