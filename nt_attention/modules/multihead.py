@@ -527,18 +527,18 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         weight, bias = self.in_proj_weight, self.in_proj_bias
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         if weight is not None and key is query and value is query:
-            qkv = F.linear(query, weight, bias)
+            qkv = _linear(query, weight, bias)
             q, k, v = qkv.view(*query.shape[:-1], sum(heads), self.head_dim).split(heads, -2)
         else:
             q_dim, kv_dim, _ = widths = [n * self.head_dim for n in heads]
             biases = (None,) * 3 if bias is None else bias.split(widths)
             if weight is not None and value is key:
-                both = F.linear(key, weight[q_dim:], None if bias is None else bias[q_dim:])
-                parts = (F.linear(query, weight[:q_dim], biases[0]), *both.split(kv_dim, -1))
+                both = _linear(key, weight[q_dim:], None if bias is None else bias[q_dim:])
+                parts = (_linear(query, weight[:q_dim], biases[0]), *both.split(kv_dim, -1))
             else:
                 each = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
                 weights = each if weight is None else weight.split(widths)
-                parts = tuple(map(F.linear, (query, key, value), weights, biases))
+                parts = tuple(map(_linear, (query, key, value), weights, biases))
             q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -578,6 +578,20 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     def extra_repr(self) -> str:
         extra = self._extra_options()
         return f"{self.embed_dim}, {self.num_heads}" + (f", extra options: {extra}" if extra else "")
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, also if the bias has another dtype than the weight.
+
+    PyTorch adds such a bias to the product of (L, B, E) that is not contiguous, as in nn.MultiheadAttention with
+    `batch_first`. For other inputs it raises an error, except under autocast, which casts the bias.
+    """
+    if bias is None or bias.dtype == weight.dtype:
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (bias.dtype, weight.dtype):
+        return F.linear(x, weight, bias)
+    product = F.linear(x, weight)
+    return (product + bias).to(product.dtype)
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:

@@ -97,3 +97,15 @@ def test_encoder_layers_that_may_mix_tokens_are_not_packed(change, reason):
         assert not handle.changed
         assert reason in handle.left["layers.1"]
         torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING), want)
+
+
+def test_encoder_with_a_bias_of_another_dtype():
+    encoder = make_encoder().float()
+    attention = encoder.layers[0].self_attn
+    attention.in_proj_bias = nn.Parameter(attention.in_proj_bias.double())
+    x = torch.randn(5, LENGTH, EMBED)
+    want = encoder(x, src_key_padding_mask=PADDING)
+    with nta.patch(encoder) as handle:
+        got = encoder(x, src_key_padding_mask=PADDING)
+    assert handle.calls == {None: 1}
+    torch.testing.assert_close(got[~PADDING], want[~PADDING])
