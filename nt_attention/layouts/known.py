@@ -747,6 +747,17 @@ def layout_of_mask(is_token: Ints, device: torch.device) -> SequenceLayout:
     )
 
 
+def layout_of_padding(padding: Tensor) -> SequenceLayout | None:
+    """The layout of a padded batch, from its padding mask (B, L): True at padding, or numbers that are added to scores.
+
+    None if numbers other than 0 and −inf are in the mask. Syncs once.
+    """
+    if padding.dtype == torch.bool:
+        return layout_of_mask(~on_host(padding), padding.device)
+    is_token, is_padding = on_host(torch.stack([padding == 0, padding == -torch.inf]))
+    return layout_of_mask(is_token, padding.device) if (is_token | is_padding).all() else None
+
+
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
     """A layout of N tokens on `device`. A sequence begins wherever `begins` (N,) is not 0, as `begins[0]` must be."""
     return SequenceLayout._ready(facts_where(begins, device))

@@ -31,6 +31,7 @@ from .rotary import Rotary
 from .stock_attention import reads_weight_only, stock_attention
 
 NEEDS_WEIGHTS = "need_weights is not False"
+_OTHER_VALUES = "key_padding_mask has values other than 0 and −inf"
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
 # Arguments of `varlen_attention`. nn.MultiheadAttention only supports their defaults.
 _SCORE_OPTIONS = ("window_size", "softcap", "scale")
@@ -41,7 +42,8 @@ _CHECKED = {*_SCORE_OPTIONS, "alibi", "backend", "dropout", "add_zero_attn"}
 class Patched(NamedTuple):
     """What `patch` sets in a `VarlenMultiheadAttention` that replaces an `nn.MultiheadAttention`.
 
-    A padded batch that is not packed then runs as `nn.MultiheadAttention` would run it.
+    A padded batch that is not packed then runs as `nn.MultiheadAttention` would run it. A `key_padding_mask` of 0 and
+    −inf is packed too: PyTorch's layers convert boolean masks to such numbers.
 
     Attributes:
         need_weights: what `need_weights=None` means for padded batches.
@@ -385,10 +387,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             )
         if (patched := self.patched) is not None:
             need_weights = False if need_weights is None and not patched.need_weights else need_weights
-            if layout is None and not (mask_mod or score_mod):
-                options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-                if (results := self._as_before_patch(patched, query, key, value, *options)) is not None:
-                    return results
+            options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            is_plain = layout is None and not (mask_mod or score_mod)
+            results = self._as_before_patch(patched, None, query, key, value, *options) if is_plain else None
+            if results is not None:
+                return results
         masks = Masks(is_causal, key_padding_mask, attn_mask, mask_mod, score_mod)
         embed_dims = self.embed_dim, self.kdim, self.vdim
         inputs = read_inputs(
@@ -396,11 +399,18 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         )
         if inputs.is_sharded:
             self._check_sharded()
-        reason = self._why_padded(inputs)
-        if patched is not None and inputs.layouts is None and key_padding_mask is not None:
+        reason, is_padded = self._why_padded(inputs), inputs.layouts is None
+        if reason is None and is_padded:
+            if (packed := inputs.pack()) is not None:
+                inputs = packed
+            else:
+                reason = _OTHER_VALUES
+                if patched is not None:
+                    results = self._as_before_patch(patched, reason, query, key, value, *options)
+                    if results is not None:
+                        return results
+        if patched is not None and is_padded and key_padding_mask is not None:
             patched.record(reason)
-        if reason is None and inputs.layouts is None:
-            inputs = inputs.pack()
         if inputs.layouts is not None and torch.is_grad_enabled() and not inputs.is_sharded:
             inputs = inputs.without_rows_past_end()
         if reason is None:
@@ -454,6 +464,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     def _as_before_patch(
         self,
         patched: Patched,
+        reason: str | None,
         query: Any,
         key: Any,
         value: Any,
@@ -465,13 +476,14 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None] | None:
         """The outputs and weights of nn.MultiheadAttention for a padded batch that is not packed.
 
-        None for other inputs, and for what nn.MultiheadAttention does not support.
+        `reason` is why, if the caller knows it already. The result is None for other inputs, and for what
+        nn.MultiheadAttention does not support.
         """
         if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
             return None
         if query.is_nested or key.is_nested or value.is_nested or (is_causal and attn_mask is None):
             return None
-        reason = patched.padded_because
+        reason = reason or patched.padded_because
         if reason is None:
             reason = self._why_all_scores(query, key_padding_mask, attn_mask, need_weights is not False)
         if reason is None or "parametrizations" in children_of(self) or not self._is_in_its_weights:
@@ -513,13 +525,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             return None
         if is_context_parallel():
             return CONTEXT_PARALLEL
-        if not can_be_read(query):
+        if not (can_be_read(query) and (key_padding_mask is None or can_be_read(key_padding_mask))):
             return "its values can't be read here"
         if key_padding_mask is None:
             return "it has no padding" if self.backend == "auto" and self.is_stock else None
-        if key_padding_mask.dtype != torch.bool:
+        if key_padding_mask.dtype != torch.bool and self.patched is None:
             return "key_padding_mask is not boolean"
-        return None
+        return "key_padding_mask needs a gradient" if key_padding_mask.requires_grad else None
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (…, E) → q (…, H, D), k and v (…, G, D). In self-attention they are views of one matrix product."""
