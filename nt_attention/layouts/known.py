@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .reading import Ints
 
 _T = TypeVar("_T")
+_MOST_BOUNDS = 8  # layouts of one offsets tensor that are kept
 
 
 class SequenceLayout(Layout):
@@ -185,7 +186,13 @@ class SequenceLayout(Layout):
             return cls.in_graph(offsets, None, max_seqlen)
         if isinstance(offsets, Tensor) and (bounded := BoundedLayout.with_offsets(offsets)) is not None:
             return bounded
-        layout = cls._ready(read_offsets(offsets), _integer("max_seqlen", max_seqlen))
+        (facts, layouts), longest = read_offsets(offsets), _integer("max_seqlen", max_seqlen)
+        layout: SequenceLayout | None = layouts.get(longest)
+        if layout is None:
+            layout = cls._ready(facts, longest)
+            if len(layouts) == _MOST_BOUNDS:
+                layouts.clear()
+            layouts[longest] = layout
         most = _integer("max_tokens", max_tokens)
         if most is not None and most < layout.total:
             raise ValueError(f"max_tokens={max_tokens} is below the {layout.total} tokens of the offsets.")
