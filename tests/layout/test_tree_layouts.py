@@ -103,6 +103,33 @@ def test_kernels_on_a_tree(way, monkeypatch):
         torch.testing.assert_close(*(torch.autograd.grad(each, inputs, weights) for each in results))
 
 
+DEPTHS = [("cpu", dtype, depth) for dtype in (torch.bfloat16, torch.float16) for depth in (1, 4, 16, 64)]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "depth"), [*DEPTHS, ("token_tiled", torch.float16, 4)], ids=str)
+def test_errors_in_16_bits_do_not_grow_with_the_depth(backend, dtype, depth, monkeypatch):
+    """At most 1.5 times those of repeated rows: of all rows, and of the leaves, which have the most partial results."""
+    monkeypatch.setattr(ways, "interpreted", lambda: backend != "cpu")
+    tree = TreeLayout([8] * depth + [4] * 12, [*range(-1, depth - 1), *[depth - 1] * 12])
+    weight = torch.randn(tree.sequences.total, H, 32).to(dtype)
+    rows = [torch.randn(tree.total, heads, 32).to(dtype) for heads in (H, G, G)]
+
+    def attend(backend, dtype, repeats):
+        leaves = [x.to(dtype).requires_grad_() for x in rows]
+        given = [tree.expand(x) for x in leaves] if repeats else leaves
+        out = varlen_attention(*given, tree.sequences if repeats else tree, is_causal=True, backend=backend)
+        out = out if repeats else tree.expand(out)
+        return [tree.collapse(out), *torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+    exact = attend("reference", torch.float64, True)
+    results = [attend(backend, dtype, repeats) for repeats in (False, True)]
+    for part in (slice(None), slice(-4 * 12, None)):
+        of_tree, of_repeated = (
+            torch.stack([(x - y)[part].norm() for x, y in zip(found, exact, strict=True)]) for found in results
+        )
+        assert (of_tree < 1.5 * of_repeated).all()
+
+
 def test_learned_biases_by_distance():
     biases = [
         torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((H, 3), (14, H, 3), (14, H, 3))
