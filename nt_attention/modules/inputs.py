@@ -125,7 +125,7 @@ class Inputs(NamedTuple):
         assert self.layouts is not None
 
         def fill(layout: Layout, x: Tensor) -> Tensor:
-            is_full = layout.knows_lengths and (is_traced(x) or len(x) == layout.total)
+            is_full = layout.knows_lengths and not is_traced(x) and len(x) == layout.total
             return x if is_full else layout.fill_past_end(x, 0.0)
 
         query, key, value = self._convert(fill, *self.layouts)
