@@ -288,8 +288,7 @@ def _layouts_in_pool(given: Any) -> tuple[Layout, PagedLayout]:
     if table is not None:
         if key.dim() != 4:
             raise ValueError(f"with block_table, key must be (pages, page size, G, D), got {tuple(key.shape)}.")
-        capacity = table.shape[1] * key.shape[1]
-        paged = PagedLayout(table, lengths, key.shape[1], min(int(given.max_k), capacity))
+        paged = PagedLayout(table, lengths, key.shape[1], int(given.max_k))
     elif given.cum_seq_k is None:
         raise ValueError("seqused_k without block_table needs cum_seq_k, where the keys of each sequence begin.")
     else:

@@ -495,11 +495,7 @@ def _paged(pool: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, block_table: T
         raise TypeError(f"max_seqlen_k must be an integer, got {type(max_seqlen_k).__name__}.")
     if not isinstance(cu_seqlens_k, Tensor):
         raise TypeError(f"cu_seqlens_k must be a tensor (B+1,), got {type(cu_seqlens_k).__name__}.")
-    page_size = pool.shape[1]
-    whole = PagedLayout(block_table, cu_seqlens_k.diff(), page_size)
-    if max_seqlen_k >= whole.max_seqlen:
-        return whole
-    return PagedLayout(block_table, whole.lengths, page_size, max_seqlen_k)
+    return PagedLayout(block_table, cu_seqlens_k.diff(), pool.shape[1], max_seqlen_k)
 
 
 def _check_probabilities(return_attn_probs: bool, dropout_p: float) -> None:

@@ -6,7 +6,8 @@ There are three ways:
 - "joined": no key is copied. One call computes the segments alone. For each depth of the tree, a further call without a
   mask computes what follows a segment on its keys. Outputs are joined by their log-sum-exp. The backward of each call
   computes its weights from the output and the log-sum-exp of all keys, so gradients are sums (FlashAttention-2, Dao
-  2023, section 2.3.2, for parts of the keys).
+  2023, section 2.3.2, for parts of the keys). With several depths, outputs and gradients of queries are added in
+  float32 and rounded once, so errors in 16 bits do not grow with the depth.
 - "copied": one call, for which the keys of each path are copied. For windows and biases by distance, which a call on
   several sequences at once can't have.
 
@@ -17,7 +18,7 @@ Dimensions: T rows of the tree, H query heads, D and Dv head dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -154,10 +155,13 @@ def forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tens
     if way == COPIED:
         out, lse, _ = adapters.forward(backend, *with_copied_keys(inputs, call, backend))
         return out, lse, None
-    (out, lse, _), *others = [adapters.forward(backend, inputs, part) for part in _ready_calls(backend, call, way)]
-    for more_out, more_lse, _ in others:
-        out, lse = join(out, lse, more_out, more_lse)
-    return out, lse, None
+    segments, *levels = _ready_calls(backend, call, way)
+    out, lse, _ = adapters.forward(backend, inputs, segments)
+    dtype = out.dtype
+    out = _exact(out, levels)
+    for level in levels:
+        out, lse = join(out, lse, *adapters.forward(backend, inputs, level)[:2])
+    return out.to(dtype), lse, None
 
 
 def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Call) -> Gradients:
@@ -174,11 +178,18 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Cal
         grad, out, *tensors = adapters.readable(backend, saved.grad, saved.out, *inputs)
         grads = backend.tree_backward(saved._replace(grad=grad, out=out), *tensors, call)
         return tuple([_with_rows(grad, len(x)) for grad, x in zip(grads, inputs, strict=True)])
-    grads, *others = [adapters.backward(backend, saved, inputs, part) for part in _ready_calls(backend, call, way)]
-    for more in others:
-        for grad, x in zip(grads, more, strict=True):
+    segments, *levels = _ready_calls(backend, call, way)
+    of_query, key, value = adapters.backward(backend, saved, inputs, segments)
+    query = _exact(of_query, levels)
+    for level in levels:  # a key is in one of them, so its gradient is rounded once
+        for grad, x in zip((query, key, value), adapters.backward(backend, saved, inputs, level), strict=True):
             grad.add_(x)
-    return grads
+    return query.to(of_query.dtype), key, value
+
+
+def _exact(x: Tensor, levels: Sequence[Call]) -> Tensor:
+    """`x`, to which the results of the levels are added: in float32 if it would be rounded after each of several."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if len(levels) > 1 else x
 
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:

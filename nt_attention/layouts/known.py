@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .reading import Ints
 
 _T = TypeVar("_T")
+_MOST_BOUNDS = 8  # layouts of one offsets tensor that are kept
 
 
 class SequenceLayout(Layout):
@@ -186,7 +187,13 @@ class SequenceLayout(Layout):
             return cls.in_graph(offsets, None, max_seqlen)
         if isinstance(offsets, Tensor) and (bounded := BoundedLayout.with_offsets(offsets)) is not None:
             return bounded
-        layout = cls._ready(read_offsets(offsets), _integer("max_seqlen", max_seqlen))
+        (facts, layouts), longest = read_offsets(offsets), _integer("max_seqlen", max_seqlen)
+        layout: SequenceLayout | None = layouts.get(longest)
+        if layout is None:
+            layout = cls._ready(facts, longest)
+            if len(layouts) == _MOST_BOUNDS:
+                layouts.clear()
+            layouts[longest] = layout
         most = _integer("max_tokens", max_tokens)
         if most is not None and most < layout.total:
             raise ValueError(f"max_tokens={max_tokens} is below the {layout.total} tokens of the offsets.")
@@ -746,6 +753,17 @@ def layout_of_mask(is_token: Ints, device: torch.device) -> SequenceLayout:
         padded_index=to_device(index, device),
         has_holes=bool((index[last] - index[first] > last - first).any()),
     )
+
+
+def layout_of_padding(padding: Tensor) -> SequenceLayout | None:
+    """The layout of a padded batch, from its padding mask (B, L): True at padding, or numbers that are added to scores.
+
+    None if numbers other than 0 and −inf are in the mask. Syncs once.
+    """
+    if padding.dtype == torch.bool:
+        return layout_of_mask(~on_host(padding), padding.device)
+    is_token, is_padding = on_host(torch.stack([padding == 0, padding == -torch.inf]))
+    return layout_of_mask(is_token, padding.device) if (is_token | is_padding).all() else None
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:

@@ -135,7 +135,7 @@ def _unwrap_jagged(nested: Any, values: Tensor, name: str, read: dict[int, Facts
     rows = values.shape[0]
     facts = read.get(id(offsets))
     if facts is None:
-        facts = read[id(offsets)] = read_offsets(offsets)
+        facts = read[id(offsets)] = read_offsets(offsets).facts
     index = None
     if lengths is not None or facts.first:
         facts, index = _tokens_among_rows(offsets, facts, lengths, rows, name)

@@ -36,7 +36,8 @@ class PagedLayout:
             first dimension.
         lengths: (B,) int32 or int64, the number of keys of each sequence, on the same device.
         page_size: the number of rows of a page.
-        max_seqlen: an upper bound of the lengths. The default is P · page_size. A smaller bound saves memory.
+        max_seqlen: an upper bound of the lengths. The default is P · page_size, and so is the largest bound: a larger
+            one becomes this number. A smaller bound saves memory.
 
     Attributes:
         table: the block table, the starts of slots, or the indices that were passed.
@@ -115,7 +116,7 @@ class PagedLayout:
             lengths: (B,) int32 or int64. With page size 1 the default is the number of pages. Needed above, because the
                 last page of a sequence may not be full.
             page_size: the number of rows of a page.
-            max_seqlen: an upper bound of the lengths. The default is K · page_size.
+            max_seqlen: an upper bound of the lengths. The default is K · page_size, and so is the largest bound.
 
         Returns:
             The layout.
@@ -156,12 +157,10 @@ class PagedLayout:
         """`page_size` is None for slots, whose entries are rows."""
         if max_seqlen is not None:
             _check_count("max_seqlen", max_seqlen, 0)
-            if max_seqlen > capacity:
-                raise ValueError(f"max_seqlen={max_seqlen} exceeds the {capacity} keys for which there are pages.")
         self.table: Tensor = table.detach()
         self.table_offsets: Tensor | None = None if table_offsets is None else table_offsets.detach()
         self.given_lengths: Tensor | None = None if lengths is None else lengths.detach()
-        self.max_seqlen: int = capacity if max_seqlen is None else max_seqlen
+        self.max_seqlen: int = capacity if max_seqlen is None else min(max_seqlen, capacity)
         self.page_size: int = max(1, self.max_seqlen) if page_size is None else page_size
         self.has_slots: bool = page_size is None
         batch = table.shape[0] if table_offsets is None else table_offsets.shape[0] - 1

@@ -247,7 +247,7 @@ class Facts:
         """
         reference = self._handed_out.get(to)
         tensor = None if reference is None else reference()
-        if tensor is None or not self.are_in(tensor):
+        if tensor is None or (to != "operators" and not self.are_in(tensor)):
             with creating_cached_tensors():
                 tensor = self.device_offsets.to(torch.int32 if to == "operators" else to, copy=True)
             tensor.untyped_storage().owner = self  # type: ignore[attr-defined]
@@ -278,7 +278,17 @@ class InGraph(NamedTuple):
     size: int
 
 
-def read_offsets(offsets: Tensor) -> Facts:
+class Read(NamedTuple):
+    """What was read of offsets, and the layouts that were made of it, by the bound of the lengths.
+
+    Layouts are not kept in `Facts`: each has a tensor whose storage refers to its facts.
+    """
+
+    facts: Facts
+    layouts: dict[int | None, Any]
+
+
+def read_offsets(offsets: Tensor) -> Read:
     """Read `offsets` (B+1,) on the host.
 
     This syncs the first time that a tensor object is passed, and after each in-place change of it. On a GPU, inference
@@ -295,13 +305,14 @@ def read_offsets(offsets: Tensor) -> Facts:
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
     if is_transformed():
         offsets = plain(offsets)
-    facts: Facts | None = kept(offsets, "offsets")
-    if facts is None:
-        facts = _handed_out_with(offsets)
-    if facts is None:
-        check_offsets(offsets)
-        facts = keep(offsets, "offsets", lambda: _read(offsets))
-    return facts
+    read: Read | None = kept(offsets, "offsets")
+    if read is not None:
+        return read
+    facts = _handed_out_with(offsets)
+    if facts is not None:
+        return Read(facts, {})
+    check_offsets(offsets)
+    return keep(offsets, "offsets", lambda: Read(_read(offsets), {}))
 
 
 def facts_in_operator(offsets: Tensor) -> Facts:
@@ -380,7 +391,8 @@ def _read_in_graph(numbers: Tensor, token: Tensor | None, rows: int) -> Facts:
         facts = _handed_out_with(numbers)
         if facts is None:
             check_offsets(numbers)
-            facts = kept(numbers, "offsets")  # it was read outside of graphs
+            earlier = kept(numbers, "offsets")  # it was read outside of graphs
+            facts = None if earlier is None else earlier.facts
         if facts is not None:
             return facts
     read = None if token is None else owner_of(token)

@@ -309,10 +309,10 @@ class Copies:
         """(R, …) → (rows, …), the sum of the copies of each row, and 0 after row T. Always in the same order."""
         if not is_compiling() and is_legacy_mapped(copies):  # a batch, for which what follows has no rule
             return copies.new_zeros(rows, *copies.shape[1:]).index_add(0, self.index, copies)
-        ordered = copies.index_select(0, self.order).flatten(1)
+        ordered = copies.index_select(0, self.order)
         exact = ordered.float() if ordered.dtype in (torch.float16, torch.bfloat16) else ordered
         added = torch.segment_reduce(exact, "sum", lengths=self.counts, axis=0, unsafe=True).to(copies.dtype)
-        return torch.nn.functional.pad(added, (0, 0, 0, rows - len(self.counts))).unflatten(1, copies.shape[1:])
+        return torch.cat([added, added.new_zeros(rows - len(self.counts), *copies.shape[1:])])
 
 
 class _Expand(torch.autograd.Function):

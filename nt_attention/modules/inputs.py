@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..compiler import can_be_read, is_traced, refuse_jit_trace
 from ..kernels.call import MaskMod, ScoreMod
-from ..layouts.known import SequenceLayout, unwrap_each
+from ..layouts.known import SequenceLayout, layout_of_padding, unwrap_each
 from ..layouts.protocol import Layout
 from ..torch_private import without_torch_function
 
@@ -104,10 +104,15 @@ class Inputs(NamedTuple):
         rows, key_rows = (torch.arange(x.shape[1], device=x.device).unsqueeze(0) for x in (self.query, self.key))
         return rows, key_rows
 
-    def pack(self) -> Inputs:
-        """Pack padded inputs, whose only masks are `is_causal` and a boolean `key_padding_mask`."""
+    def pack(self) -> Inputs | None:
+        """Pack padded inputs, whose only masks are `is_causal` and a `key_padding_mask`. Syncs once for that.
+
+        None if `key_padding_mask` has numbers other than 0 and −inf.
+        """
         (query, key, _), padding = self[:3], self.masks.key_padding_mask
-        key_layout = layout_without_padding(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
+        key_layout = layout_without_padding(key) if padding is None else layout_of_padding(padding)
+        if key_layout is None:
+            return None
         layout = key_layout if self.is_self_attention else layout_without_padding(query)
         packed = self._convert(lambda each, x: each.pack(x), layout, key_layout)
         unpack = self.restore or (lambda out: out)
@@ -120,7 +125,7 @@ class Inputs(NamedTuple):
         assert self.layouts is not None
 
         def fill(layout: Layout, x: Tensor) -> Tensor:
-            is_full = layout.knows_lengths and (is_traced(x) or len(x) == layout.total)
+            is_full = layout.knows_lengths and not is_traced(x) and len(x) == layout.total
             return x if is_full else layout.fill_past_end(x, 0.0)
 
         query, key, value = self._convert(fill, *self.layouts)

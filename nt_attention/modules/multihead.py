@@ -34,6 +34,7 @@ from .stock_attention import reads_weight_only, stock_attention
 
 NEEDS_WEIGHTS = "need_weights is not False"
 TensorOrList = TypeVar("TensorOrList", Tensor, Sequence[Tensor])
+_OTHER_VALUES = "key_padding_mask has values other than 0 and −inf"
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
 # Arguments of `varlen_attention`. nn.MultiheadAttention only supports their defaults.
 _SCORE_OPTIONS = ("window_size", "softcap", "scale")
@@ -50,7 +51,8 @@ _CHECKED = {*_SCORE_OPTIONS, "alibi", "backend", "dropout", "add_zero_attn"}
 class Patched(NamedTuple):
     """What `patch` sets in a `VarlenMultiheadAttention` that replaces an `nn.MultiheadAttention`.
 
-    A padded batch that is not packed then runs as `nn.MultiheadAttention` would run it.
+    A padded batch that is not packed then runs as `nn.MultiheadAttention` would run it. A `key_padding_mask` of 0 and
+    −inf is packed too: PyTorch's layers convert boolean masks to such numbers.
 
     Attributes:
         need_weights: what `need_weights=None` means for padded batches.
@@ -407,10 +409,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             )
         if (patched := self.patched) is not None:
             need_weights = False if need_weights is None and not patched.need_weights else need_weights
-            if layout is None and not (mask_mod or score_mod):
-                options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-                if (results := self._as_before_patch(patched, query, key, value, *options)) is not None:
-                    return results
+            options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            is_plain = layout is None and not (mask_mod or score_mod)
+            results = self._as_before_patch(patched, None, query, key, value, *options) if is_plain else None
+            if results is not None:
+                return results
         masks = Masks(is_causal, key_padding_mask, attn_mask, mask_mod, score_mod)
         embed_dims = self.embed_dim, self.kdim, self.vdim
         inputs = read_inputs(
@@ -418,13 +421,21 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         )
         if inputs.is_sharded:
             self._check_sharded()
-        reason = self._why_padded(inputs)
-        if patched is not None and inputs.layouts is None and key_padding_mask is not None:
+        reason, is_padded = self._why_padded(inputs), inputs.layouts is None
+        if reason is None and is_padded:
+            if (packed := inputs.pack()) is not None:
+                inputs = packed
+            else:
+                reason = _OTHER_VALUES
+                if patched is not None:
+                    results = self._as_before_patch(patched, reason, query, key, value, *options)
+                    if results is not None:
+                        return results
+        if patched is not None and is_padded and key_padding_mask is not None:
             patched.record(reason)
+        if inputs.layouts is not None and torch.is_grad_enabled() and not inputs.is_sharded:
+            inputs = inputs.without_rows_past_end()
         if reason is None:
-            inputs = inputs.pack() if inputs.layouts is None else inputs
-            if torch.is_grad_enabled() and not inputs.is_sharded:
-                inputs = inputs.without_rows_past_end()
             out = None if self.graphs is None or is_compiling() else self._run_as_graph(self.graphs, inputs)
             if out is not None:
                 return inputs.convert_back(out, None, average_attn_weights)
@@ -494,6 +505,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     def _as_before_patch(
         self,
         patched: Patched,
+        reason: str | None,
         query: Any,
         key: Any,
         value: Any,
@@ -505,13 +517,14 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Any, Tensor | None] | None:
         """The outputs and weights of nn.MultiheadAttention for a padded batch that is not packed.
 
-        None for other inputs, and for what nn.MultiheadAttention does not support.
+        `reason` is why, if the caller knows it already. The result is None for other inputs, and for what
+        nn.MultiheadAttention does not support.
         """
         if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
             return None
         if query.is_nested or key.is_nested or value.is_nested or (is_causal and attn_mask is None):
             return None
-        reason = patched.padded_because
+        reason = reason or patched.padded_because
         if reason is None:
             reason = self._why_all_scores(query, key_padding_mask, attn_mask, need_weights is not False)
         if reason is None or "parametrizations" in children_of(self) or not self._is_in_its_weights:
@@ -553,13 +566,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             return None
         if is_context_parallel():
             return CONTEXT_PARALLEL
-        if not can_be_read(query):
+        if not (can_be_read(query) and (key_padding_mask is None or can_be_read(key_padding_mask))):
             return "its values can't be read here"
         if key_padding_mask is None:
             return "it has no padding" if self.backend == "auto" and self.is_stock else None
-        if key_padding_mask.dtype != torch.bool:
+        if key_padding_mask.dtype != torch.bool and self.patched is None:
             return "key_padding_mask is not boolean"
-        return None
+        return "key_padding_mask needs a gradient" if key_padding_mask.requires_grad else None
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (…, E) → q (…, H, D), k and v (…, G, D). In self-attention they are views of one matrix product."""
@@ -567,18 +580,18 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         weight, bias = self.in_proj_weight, self.in_proj_bias
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         if weight is not None and key is query and value is query:
-            qkv = F.linear(query, weight, bias)
+            qkv = _linear(query, weight, bias)
             q, k, v = qkv.view(*query.shape[:-1], sum(heads), self.head_dim).split(heads, -2)
         else:
             q_dim, kv_dim, _ = widths = [n * self.head_dim for n in heads]
             biases = (None,) * 3 if bias is None else bias.split(widths)
             if weight is not None and value is key:
-                both = F.linear(key, weight[q_dim:], None if bias is None else bias[q_dim:])
-                parts = (F.linear(query, weight[:q_dim], biases[0]), *both.split(kv_dim, -1))
+                both = _linear(key, weight[q_dim:], None if bias is None else bias[q_dim:])
+                parts = (_linear(query, weight[:q_dim], biases[0]), *both.split(kv_dim, -1))
             else:
                 each = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
                 weights = each if weight is None else weight.split(widths)
-                parts = tuple(map(F.linear, (query, key, value), weights, biases))
+                parts = tuple(map(_linear, (query, key, value), weights, biases))
             q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -625,6 +638,20 @@ def _unexpected_argument(unknown: Collection[str], *, in_call: bool) -> TypeErro
     call = "VarlenMultiheadAttention.forward()", signature(VarlenMultiheadAttention.forward).parameters
     (name, known), other = (call, constructor) if in_call else (constructor, call)
     return unexpected_argument(name, unknown, known, *other)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, also if the bias has another dtype than the weight.
+
+    PyTorch adds such a bias to the product of (L, B, E) that is not contiguous, as in nn.MultiheadAttention with
+    `batch_first`. For other inputs it raises an error, except under autocast, which casts the bias.
+    """
+    if bias is None or bias.dtype == weight.dtype:
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (bias.dtype, weight.dtype):
+        return F.linear(x, weight, bias)
+    product = F.linear(x, weight)
+    return (product + bias).to(product.dtype)
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import can_be_read, is_captured, outside_of_graphs
-from ..layouts.known import SequenceLayout
+from ..layouts.known import layout_of_padding
 from ..layouts.protocol import Layout
 from ..modules.inputs import layout_without_padding
 
@@ -105,30 +105,35 @@ def pack_inputs(
         return "its values can't be read here"
     if reason is not None:
         return reason
+    masks = [mask for x in inputs for mask in ((x.padding_name, x.padding), (x.mask_name, x.mask))]
+    if learned := [name for name, mask in masks if mask is not None and mask.requires_grad]:
+        return f"{learned[0]} needs a gradient"
     causal = [causality(x.mask, x.is_causal, row.shape[-2]) for x, row in zip(inputs, rows, strict=True)]
-    padding = [None if x.padding is None else as_padding(x.padding) for x in inputs]
-    for x, its_causal, its_padding in zip(inputs, causal, padding, strict=True):
+    packed = []
+    for x, row, its_causal in zip(inputs, rows, causal, strict=True):
         if its_causal is None:
             return f"{x.mask_name} is neither None nor causal"
-        if x.padding is not None and its_padding is None:
+        if (one := _pack(row, x.padding, its_causal, batch_first)) is None:
             return f"{x.padding_name} has values other than 0 and −inf"
-    packed = [_pack(x, y, bool(z), batch_first) for x, y, z in zip(rows, padding, causal, strict=True)]
+        packed.append(one)
     return tuple(packed)
 
 
-def _pack(rows: Tensor, padding: Tensor | None, causal: bool, batch_first: bool) -> PackedInput:
-    """Pack rows (B, L, E) or (L, E). Syncs once if there is a padding mask (B, L) or (L,)."""
+def _pack(rows: Tensor, padding: Tensor | None, causal: bool, batch_first: bool) -> PackedInput | None:
+    """Pack rows (B, L, E) or (L, E). Syncs once if there is a padding mask (B, L) or (L,).
+
+    None if the mask has numbers other than 0 and −inf.
+    """
     is_batched = rows.dim() == 3
     if not is_batched:
         rows, padding = rows[None], None if padding is None else padding[None]
-    layout = _layout(rows, padding)
-    if padding is not None:
-        return PackedInput(layout.pack(rows), layout, causal, None, batch_first, is_batched)
-    return PackedInput(rows.flatten(0, 1), layout, causal, (rows.shape[0], rows.shape[1]), batch_first, is_batched)
-
-
-def _layout(rows: Tensor, padding: Tensor | None) -> Layout:
-    return layout_without_padding(rows) if padding is None else SequenceLayout.from_attention_mask(~padding)
+    if padding is None:
+        layout = layout_without_padding(rows)
+        return PackedInput(rows.flatten(0, 1), layout, causal, (rows.shape[0], rows.shape[1]), batch_first, is_batched)
+    of_tokens = layout_of_padding(padding)
+    if of_tokens is None:
+        return None
+    return PackedInput(of_tokens.pack(rows), of_tokens, causal, None, batch_first, is_batched)
 
 
 def causality(mask: Tensor | None, is_causal: bool | None, length: int) -> bool | None:
@@ -151,15 +156,13 @@ def _read_causality(mask: Tensor) -> bool | None:
     return is_causal if is_causal or is_empty else None
 
 
-def as_padding(mask: Tensor) -> Tensor | None:
+def _as_padding(mask: Tensor) -> Tensor | None:
     """True at padding, with the shape of `mask`. None if a floating-point mask has values other than 0 and −inf.
 
     Syncs once for a floating-point mask.
     """
-    return mask if mask.dtype == torch.bool else _read_padding(mask)
-
-
-def _read_padding(mask: Tensor) -> Tensor | None:
+    if mask.dtype == torch.bool:
+        return mask
     padding = mask == -torch.inf
     return padding if torch.equal(mask, _additive(padding, mask)) else None
 
@@ -190,12 +193,12 @@ def padding_of_memory(source: Tensor, memory: Tensor | None) -> Literal["same", 
 
 
 def _compare_padding(source: Tensor, memory: Tensor | None) -> Literal["same", "hidden", "visible"]:
-    padding = as_padding(source)
+    padding = _as_padding(source)
     if padding is None:
         return "hidden"
     if memory is None:
         return "visible" if padding.any() else "hidden"
-    hidden = as_padding(memory)
+    hidden = _as_padding(memory)
     blocked = memory == -torch.inf if hidden is None else hidden
     is_visible, differs = torch.stack([(padding & ~blocked).any(), (padding != blocked).any()]).tolist()
     if is_visible:

@@ -102,7 +102,8 @@ def make(
     count = len(lengths) * pages + 3
     order = torch.randperm(count, device=DEVICE).to(index_dtype)
     if form == "table":
-        paged = nta.PagedLayout(order[: len(lengths) * pages].view(-1, pages), given, page)
+        table = order[: len(lengths) * pages].view(-1, pages)
+        paged = nta.PagedLayout(table, given, page, max_seqlen=2**20)  # a bound that the pages lower
     elif form == "slots":
         starts = torch.arange(len(lengths), device=DEVICE).to(index_dtype).flip(0) * pages * page + 5
         paged = nta.PagedLayout.from_slots(starts, given, max_seqlen=pages * page)

@@ -42,6 +42,17 @@ class TestCachedOffsets:
         assert first.locate_rows(6)[0] is second.locate_rows(6)[0]
         assert first._facts is second._facts
 
+    def test_layouts_of_unchanged_offsets_are_made_once(self):
+        offsets = torch.tensor([0, 5, 6])
+        for bound in (None, *range(5, 30)):
+            layout = SequenceLayout.from_offsets(offsets, bound)
+            assert SequenceLayout.from_offsets(offsets, bound) is layout
+            assert layout.max_seqlen == (bound or 5)
+        assert len(read_offsets(offsets).layouts) < 10
+        offsets[1] = 2
+        assert SequenceLayout.from_offsets(offsets, bound).lengths.tolist() == [2, 4]
+        assert layout.lengths.tolist() == [5, 1]
+
     def test_equal_offsets_tensors_are_cached_separately(self, reads):
         first, second = (SequenceLayout.from_offsets(torch.tensor([0, 5, 6])) for _ in range(2))
         assert len(reads) == 2
@@ -75,13 +86,13 @@ class TestCachedOffsets:
     def test_offsets_that_are_inference_tensors_are_not_cached(self):
         with torch.inference_mode():
             offsets = torch.tensor([0, 5, 6])
-            first = read_offsets(offsets)
+            first = read_offsets(offsets).facts
             offsets[1] = 2  # inference tensors have no version counter
-            assert read_offsets(offsets) is not first
+            assert read_offsets(offsets).facts is not first
             layout = SequenceLayout.from_offsets(offsets)
             assert layout.position_ids.tolist() == [0, 1, 0, 1, 2, 3]
             made = SequenceLayout.from_lengths([2, 4])
-            assert read_offsets(made.offsets) is made._facts  # its offsets are no inference tensor
+            assert read_offsets(made.offsets).facts is made._facts  # its offsets are no inference tensor
         assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [2, 4]
 
     def test_lengths_that_are_inference_tensors_are_not_cached(self):

@@ -103,6 +103,33 @@ def test_kernels_on_a_tree(way, monkeypatch):
         torch.testing.assert_close(*(torch.autograd.grad(each, inputs, weights) for each in results))
 
 
+DEPTHS = [("cpu", dtype, depth) for dtype in (torch.bfloat16, torch.float16) for depth in (1, 4, 16, 64)]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "depth"), [*DEPTHS, ("token_tiled", torch.float16, 4)], ids=str)
+def test_errors_in_16_bits_do_not_grow_with_the_depth(backend, dtype, depth, monkeypatch):
+    """At most 1.5 times those of repeated rows: of all rows, and of the leaves, which have the most partial results."""
+    monkeypatch.setattr(ways, "interpreted", lambda: backend != "cpu")
+    tree = TreeLayout([8] * depth + [4] * 12, [*range(-1, depth - 1), *[depth - 1] * 12])
+    weight = torch.randn(tree.sequences.total, H, 32).to(dtype)
+    rows = [torch.randn(tree.total, heads, 32).to(dtype) for heads in (H, G, G)]
+
+    def attend(backend, dtype, repeats):
+        leaves = [x.to(dtype).requires_grad_() for x in rows]
+        given = [tree.expand(x) for x in leaves] if repeats else leaves
+        out = varlen_attention(*given, tree.sequences if repeats else tree, is_causal=True, backend=backend)
+        out = out if repeats else tree.expand(out)
+        return [tree.collapse(out), *torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+    exact = attend("reference", torch.float64, True)
+    results = [attend(backend, dtype, repeats) for repeats in (False, True)]
+    for part in (slice(None), slice(-4 * 12, None)):
+        of_tree, of_repeated = (
+            torch.stack([(x - y)[part].norm() for x, y in zip(found, exact, strict=True)]) for found in results
+        )
+        assert (of_tree < 1.5 * of_repeated).all()
+
+
 def test_learned_biases_by_distance():
     biases = [
         torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((H, 3), (14, H, 3), (14, H, 3))
@@ -189,13 +216,19 @@ def test_blocks_are_those_of_the_mask():
     assert not (masked & full).any()
 
 
-def test_expand_and_collapse_with_second_derivatives():
-    tree, x = TreeLayout([2, 1, 1], [-1, 0, 0]), torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(tree.expand(x).tolist(), x[[0, 1, 2, 0, 1, 3]].tolist())
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3, 5), (2, 0, 3)], ids=str)
+def test_expand_and_collapse_with_second_derivatives(shape):
+    tree, x = TreeLayout([2, 1, 1], [-1, 0, 0]), torch.randn(6, *shape, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([0, 1, 2, 0, 1, 3])
+    assert torch.equal(tree.expand(x), x[index])
     assert torch.autograd.gradcheck(tree.expand, x)
     assert torch.autograd.gradgradcheck(lambda x: tree.expand(x).pow(3), x)
-    y = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(tree.collapse, y)
+    assert torch.autograd.gradcheck(tree.collapse, x)
+    weight = torch.randn(6, *shape, dtype=torch.float64)
+    for dtype in (torch.float16, torch.bfloat16):  # the copies are added in float32, and rounded once
+        rounded = weight.to(dtype)
+        (got,) = torch.autograd.grad(tree.expand(x.to(dtype)), x, rounded)
+        assert torch.equal(got, torch.zeros_like(x).index_add(0, index, rounded.double()).to(dtype).double())
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

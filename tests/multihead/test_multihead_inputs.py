@@ -5,6 +5,7 @@ Every form gives what each sequence gives by itself, through nn.MultiheadAttenti
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -205,16 +206,37 @@ def test_layout_from_attention_mask_has_its_weights_on_the_left(name, need_weigh
     assert_same_results(got, (want, weights if need_weights else None), [padded, *module.parameters()])
 
 
-def test_rows_past_the_end_of_the_layout_are_not_read():
-    module = make_with_options("all")
+PAST_THE_END = [
+    *itertools.product(
+        ["packed", "nested"], [{}, {"need_weights": True}, {"attn_mask": torch.zeros(3, 3, dtype=torch.bool)}]
+    ),
+    ("in a graph", {}),
+]
+
+
+@pytest.mark.parametrize("name", ["all", "added keys", "other widths"])
+@pytest.mark.parametrize(
+    ("form", "arguments"), PAST_THE_END, ids=[" ".join([form, *more]) for form, more in PAST_THE_END]
+)
+def test_rows_past_the_end_of_the_layout_are_not_read(name, form, arguments):
+    module = make_with_options(name)
     layout = nta.SequenceLayout.from_lengths([3, 0, 2])
-    rows = torch.randn(7, EMBED, dtype=torch.float64)
-    spoiled = rows.clone()
-    spoiled[5:] = torch.nan
-    for arguments in ({}, {"need_weights": True}, {"attn_mask": torch.zeros(3, 3, dtype=torch.bool)}):
-        (out, weights), want = (module(x, x, x, layout=layout, **arguments) for x in (spoiled, rows))
-        assert torch.equal(out, want[0])
-        assert weights is None or torch.equal(weights, want[1])
+    rows = {dim: torch.randn(7, dim, dtype=torch.float64) for dim in (EMBED, module.kdim, module.vdim)}
+    results = []
+    for past_end in (torch.nan, 0.0):
+        leaf_of = {dim: x.index_fill(0, torch.tensor([5, 6]), past_end).requires_grad_() for dim, x in rows.items()}
+        leaves = [leaf_of[dim] for dim in (EMBED, module.kdim, module.vdim)]
+        if form != "nested":
+            call = torch.compile(module, backend="aot_eager") if form == "in a graph" else module
+            out, weights = call(*leaves, layout=layout, **arguments)
+        else:
+            nested, weights = module(*map(layout.to_nested, leaves), **arguments)
+            out = nested.values()
+        loss = out.square().sum() + (0 if weights is None else weights.square().sum())
+        grads = torch.autograd.grad(loss, [*leaves, *module.parameters()], materialize_grads=True)
+        results.append((out, weights, *grads))
+    for found, want in zip(*results, strict=True):
+        assert found is want is None or torch.equal(found, want)
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0], [3, 0]], ids=str)

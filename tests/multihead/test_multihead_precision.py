@@ -62,3 +62,36 @@ def test_autocast_on_nested_tensors_keeps_float32_gradients():
     out.values().float().sum().backward()
     assert module.in_proj_weight.grad.dtype == torch.float32
     torch.testing.assert_close(out.values().float(), module(nested, nested, nested)[0].values(), rtol=0.05, atol=0.05)
+
+
+@covering(
+    {
+        "dtypes": [(torch.float32, torch.float64), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+        "inputs": ["self", "key is value", "kdim"],
+        "autocast": [False, True],
+    }
+)
+def test_bias_of_another_dtype_than_the_weight(dtypes, inputs, autocast):
+    dtype, of_bias = dtypes
+    widths = (EMBED, 22, 26) if inputs == "kdim" else (EMBED,) * 3
+    stock = nn.MultiheadAttention(EMBED, HEADS, kdim=widths[1], vdim=widths[2], batch_first=True, dtype=dtype)
+    stock.in_proj_bias = nn.Parameter(torch.randn_like(stock.in_proj_bias).to(of_bias))
+    ours = nta.VarlenMultiheadAttention.from_torch(stock)
+    query, key, value = (torch.randn(2, 7, width).to(dtype).requires_grad_() for width in widths)
+    tensors = {"self": (query,) * 3, "key is value": (query, key, key), "kdim": (query, key, value)}[inputs]
+    padding = torch.arange(7) >= torch.tensor([[5], [7]])
+    results = []
+    for module in (stock, ours):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, _ = module(*tensors, key_padding_mask=padding, need_weights=False)
+        tokens = out[~padding]
+        results.append(
+            [
+                tokens,
+                *torch.autograd.grad(tokens.float().square().sum(), [*dict.fromkeys(tensors), *stock.parameters()]),
+            ]
+        )
+    narrow = autocast or torch.bfloat16 in dtypes
+    for want, got in zip(*results, strict=True):
+        assert got.dtype == want.dtype
+        assert (got - want).norm() < (0.03 if narrow else 1e-5) * want.norm()

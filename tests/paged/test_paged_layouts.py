@@ -15,12 +15,14 @@ def test_attributes():
     assert repr(paged) == "PagedLayout(2 sequences of at most 8 keys, pages of 4, on cpu)"
     paged = nta.PagedLayout(TABLE, LENGTHS, 4, max_seqlen=7)
     assert paged.max_seqlen == 7
+    assert nta.PagedLayout(TABLE, LENGTHS, 4, max_seqlen=9).max_seqlen == 8
     paged = nta.PagedLayout.from_slots(LENGTHS, LENGTHS, 9)
     assert (paged.batch_size, paged.max_seqlen, paged.page_size) == (2, 9, 9)
     assert "slots" in repr(paged)
     paged = nta.PagedLayout.from_indices(torch.arange(5), torch.tensor([0, 2, 5]))
     assert (paged.batch_size, paged.max_seqlen, paged.page_size) == (2, 5, 1)
     assert paged.lengths.tolist() == [2, 3]
+    assert nta.PagedLayout.from_indices(torch.arange(5), torch.tensor([0, 2, 5]), max_seqlen=6).max_seqlen == 5
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -104,7 +106,6 @@ def test_lengths_are_read_when_they_are_needed():
         (lambda: nta.PagedLayout(TABLE, LENGTHS.to("meta"), 4), ValueError, "on meta"),
         (lambda: nta.PagedLayout(TABLE, LENGTHS, 0), ValueError, "page_size must be an integer from 1"),
         (lambda: nta.PagedLayout(TABLE, LENGTHS, 4.0), ValueError, "page_size must be an integer"),
-        (lambda: nta.PagedLayout(TABLE, LENGTHS, 4, 9), ValueError, "max_seqlen=9 exceeds the 8 keys"),
         (lambda: nta.PagedLayout(TABLE, LENGTHS, 4, -1), ValueError, "max_seqlen must be an integer from 0"),
         (lambda: nta.PagedLayout.from_slots(TABLE, LENGTHS, 4), ValueError, r"starts must be \(B,\)"),
         (lambda: nta.PagedLayout.from_slots(LENGTHS, LENGTHS, True), ValueError, "max_seqlen must be an integer"),

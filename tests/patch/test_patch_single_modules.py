@@ -89,14 +89,13 @@ class ScaledLayer(nn.TransformerEncoderLayer):
         return 2 * super().forward(src, **masks)
 
 
-def test_overridden_encoder_layer_says_that_its_mask_is_not_boolean():
+def test_attention_of_an_overridden_encoder_layer_packs():
     # The stock forward, which it calls, converts a boolean mask to 0 and −inf.
     model, x = LayersInALoop(ScaledLayer), rows()
     want = model(x, src_key_padding_mask=PADDING)
     handle = nta.patch(model)
-    with pytest.warns(NotPackedWarning, match="key_padding_mask is not boolean"):
-        torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), want)
-    assert handle.calls == {"key_padding_mask is not boolean": 3}
+    torch.testing.assert_close(model(x, src_key_padding_mask=PADDING)[~PADDING], want[~PADDING])
+    assert handle.calls == {None: 3}
 
 
 class Louder(nn.TransformerEncoder):
@@ -104,14 +103,13 @@ class Louder(nn.TransformerEncoder):
         return super().forward(2 * src, *args, **kwargs)
 
 
-def test_layers_of_an_encoder_with_its_own_forward_run_padded_and_are_counted():
+def test_attention_of_an_encoder_with_its_own_forward_packs_and_is_counted():
     layer = nn.TransformerEncoderLayer(E, 2, 26, dropout=0.0, batch_first=True, dtype=torch.float64)
     encoder, x = Louder(layer, 2, enable_nested_tensor=False), rows()
     want = encoder(x, src_key_padding_mask=PADDING)
     handle = nta.patch(encoder)
-    with pytest.warns(NotPackedWarning, match="key_padding_mask is not boolean"):
-        torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING), want)
-    assert handle.calls == {"key_padding_mask is not boolean": 2}
+    torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING)[~PADDING], want[~PADDING])
+    assert handle.calls == {None: 2}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -122,11 +120,12 @@ def test_copies_of_an_attention_module_run_packed(copied):
     torch.testing.assert_close(copied(model)(x, **options)[~PADDING], want[~PADDING])
 
 
-def test_attention_module_counts_packed_calls():
+@pytest.mark.parametrize("mask", [PADDING, ADDITIVE], ids=["boolean", "additive"])
+def test_attention_module_counts_packed_calls(mask):
     model, x = OneAttention(), rows()
-    want = model(x, key_padding_mask=PADDING, need_weights=False)
+    want = model(x, key_padding_mask=mask, need_weights=False)
     handle = nta.patch(model, on_fallback="raise")
-    out = model(x, key_padding_mask=PADDING, need_weights=False)
+    out = model(x, key_padding_mask=mask, need_weights=False)
     torch.testing.assert_close(out[~PADDING], want[~PADDING])
     assert not out[PADDING].any()
     assert handle.calls == {None: 1}
@@ -137,9 +136,16 @@ def test_attention_module_counts_packed_calls():
     [
         ({"key_padding_mask": PADDING}, "need_weights is not False"),
         ({"key_padding_mask": PADDING, "need_weights": False, "attn_mask": CAUSAL}, "it has an attn_mask"),
-        ({"key_padding_mask": ADDITIVE, "need_weights": False}, "key_padding_mask is not boolean"),
+        (
+            {"key_padding_mask": ADDITIVE.clamp(min=-1), "need_weights": False},
+            "key_padding_mask has values other than 0 and −inf",
+        ),
+        (
+            {"key_padding_mask": ADDITIVE.clone().requires_grad_(), "need_weights": False},
+            "key_padding_mask needs a gradient",
+        ),
     ],
-    ids=["need_weights", "attn_mask", "additive"],
+    ids=["need_weights", "attn_mask", "other values", "gradient"],
 )
 def test_attention_module_says_why_padding_is_computed(options, reason):
     model, x = OneAttention(), rows()

@@ -64,7 +64,8 @@ def test_encoder_with_its_own_forward_is_patched_layer_by_layer(kind):
     x = torch.randn(5, LENGTH, EMBED, dtype=torch.float64)
     want = encoder(x, src_key_padding_mask=PADDING)
     with nta.patch(encoder) as handle:
-        torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING), want)
+        torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING)[~PADDING], want[~PADDING])
+        assert handle.calls == {None: 2 if kind == "forward" else 1}  # OwnForward does not call its attention
         assert "overrides forward" in str(handle)
         assert not handle.changed
         assert list(handle.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
@@ -77,18 +78,28 @@ def test_encoder_refuses_integer_masks():
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "reason", "packed"),
     [
-        (lambda layer: setattr(layer, "forward", lambda *a, **k: type(layer).forward(layer, *a, **k) * 2), "forward"),
-        (lambda layer: setattr(layer, "_ff_block", lambda x: 2 * x), "overrides forward"),
-        (lambda layer: setattr(layer, "linear2", nn.Sequential(layer.linear2, nn.Softmax(1))), "its linear2 is a"),
-        (lambda layer: setattr(layer, "norm1", nn.Sequential(nn.Softmax(1))), "its norm1 is a"),
-        (lambda layer: vars(layer).update(activation=lambda t: t.softmax(1), activation_relu_or_gelu=0), "activation"),
-        (lambda layer: layer.self_attn.register_parameter("gate", nn.Parameter(torch.ones(1))), "gate"),
+        (
+            lambda layer: setattr(layer, "forward", lambda *a, **k: type(layer).forward(layer, *a, **k) * 2),
+            "forward",
+            2,
+        ),
+        (lambda layer: setattr(layer, "_ff_block", lambda x: 2 * x), "overrides forward", 2),
+        (lambda layer: layer.self_attn.register_forward_hook(lambda *_: None), "has hooks", 2),
+        (lambda layer: setattr(layer, "linear2", nn.Sequential(layer.linear2, nn.Softmax(1))), "its linear2 is a", 0),
+        (lambda layer: setattr(layer, "norm1", nn.Sequential(nn.Softmax(1))), "its norm1 is a", 0),
+        (
+            lambda layer: vars(layer).update(activation=lambda t: t.softmax(1), activation_relu_or_gelu=0),
+            "activation",
+            0,
+        ),
+        (lambda layer: layer.self_attn.register_parameter("gate", nn.Parameter(torch.ones(1))), "gate", 1),
     ],
-    ids=["forward", "block", "linear", "norm", "activation", "parameter"],
+    ids=["forward", "block", "hook", "linear", "norm", "activation", "parameter"],
 )
-def test_encoder_layers_that_may_mix_tokens_are_not_packed(change, reason):
+def test_encoder_layers_that_may_mix_tokens_are_not_packed(change, reason, packed):
+    """The attention of their encoder then packs by itself, if nothing that is known mixes tokens."""
     encoder = make_encoder()
     change(encoder.layers[1])
     x = torch.randn(5, LENGTH, EMBED, dtype=torch.float64)
@@ -96,4 +107,17 @@ def test_encoder_layers_that_may_mix_tokens_are_not_packed(change, reason):
     with nta.patch(encoder) as handle:
         assert not handle.changed
         assert reason in handle.left["layers.1"]
-        torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING), want)
+        torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING)[~PADDING], want[~PADDING])
+        assert handle.calls[None] == packed
+
+
+def test_encoder_with_a_bias_of_another_dtype():
+    encoder = make_encoder().float()
+    attention = encoder.layers[0].self_attn
+    attention.in_proj_bias = nn.Parameter(attention.in_proj_bias.double())
+    x = torch.randn(5, LENGTH, EMBED)
+    want = encoder(x, src_key_padding_mask=PADDING)
+    with nta.patch(encoder) as handle:
+        got = encoder(x, src_key_padding_mask=PADDING)
+    assert handle.calls == {None: 1}
+    torch.testing.assert_close(got[~PADDING], want[~PADDING])

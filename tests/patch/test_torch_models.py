@@ -147,6 +147,11 @@ FALLBACKS = [
     ("transformer", {"src_mask": band("source", 4)}, "mask is neither None nor causal"),
     ("transformer", {"memory_mask": MEMORY_BAND}, "it has a memory_mask or memory_is_causal"),
     ("transformer", {"tgt_key_padding_mask": FINITE}, "tgt_key_padding_mask has values other than 0 and −inf"),
+    (
+        "encoder",
+        {"src_key_padding_mask": additive(PADDINGS["source"]).requires_grad_()},
+        "src_key_padding_mask needs a gradient",
+    ),
     ("transformer", {"tgt_mask": band("target").expand(5 * HEADS, -1, -1)}, "tgt_mask is neither None nor causal"),
 ]
 
