@@ -33,7 +33,7 @@ from .check.first_batches import FirstBatches, is_foreign
 from .check.later import why_later
 from .check.layers import FirstBatchesOfLayers
 from .check.plans import Checked, checked
-from .pack.change_model import attention_modules, make_padding_free, set_attention
+from .pack.change_model import attention_modules, check_not_patched, make_padding_free, set_attention
 from .pack.encoder_layers import kinds_of_layers, pack_layers, why_no_layers
 from .pack.packed_forward import PackingMode
 from .pack.padded_modules import paths_of, share_of_weights
@@ -65,6 +65,7 @@ def patch_model(
         if padding_free and hasattr(type(model), "query_expansion"):  # of sentence-transformers
             override_forward(model, functools.partial(_run_expanded, handle), handle)
         return False
+    check_not_patched(model, handle)
     patch = _Patch(name, model, handle, packing)
     if not padding_free:
         return patch.replace_attention()
@@ -72,6 +73,10 @@ def patch_model(
         return patch.of_layers() if why_no_layers(model) is None else patch.unpacked(reason)
     if families.routes_attention(model) and not is_stock(kind := attention_of(model.config)):
         return patch.skip(f"can't be packed: {kind!r} is not an attention implementation of transformers. {_ALONE}")
+    if families.base_model(model) is not model and any(
+        patched.handle is handle for patched in active_forwards(families.base_model(model))
+    ):
+        return patch.with_patched_base()
     if (later := why_later(model)) is not None:
         return patch.at_first_call(later)
     return patch.by_plan(checked(model))
@@ -120,6 +125,11 @@ class _Patch:
         pack_layers(self.model, self.handle, layers)
         return done
 
+    def with_patched_base(self) -> bool:
+        """Leave the head as it is. Its base model, which heads share, packs by itself."""
+        self.handle.change(self.name, f"{type(self.model).__name__}, whose base model packs by itself")
+        return True
+
     def at_first_call(self, reason: str) -> bool:
         """Check and patch a model when it is called."""
         call = AtFirstCall(self.name, self.model, self.packing)
@@ -145,9 +155,11 @@ class _Patch:
             share = share_of_weights(model, plan.padded)
             how.append(f"modules with {share:.0%} of its weights (no embeddings) run padded, in groups of like lengths")
         how.append(found.how)
+        why_not_shared = None if handle.prefixes is None else _why_not_shared(model, plan)
         done = self._changed(how)
-        shares = handle.prefixes is not None and handle.prefixes.add_model(model, _why_not_shared(model, plan))
-        first = FirstBatches(self.handle.check, is_foreign(model))
+        shares = handle.prefixes is not None and handle.prefixes.add_model(model, why_not_shared)
+        scales = any(map(scales_by_length, model.modules()))
+        first = FirstBatches(self.handle.check, is_foreign(model), scales)
         family = families.family_of(model)
         make_padding_free(model, plan, family, handle, self.packing, shares, first_batches=first)
         handle.change_layers(self.name, _row_modules(model, plan))
@@ -178,7 +190,8 @@ class AtFirstCall:
 
     @outside_of_graphs
     def __call__(self, entry: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_recorded() or entry in _not_packed:
+        of_call = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if is_recorded() or entry in _not_packed or any(x.is_meta for x in of_call):
             return original(*args, **kwargs)
         model = self.model()
         if model is None or entry not in (model, families.base_model(model)):  # of a copy

@@ -14,13 +14,13 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from nt_attention.hf.pack.islands import MOST_PADDED, group_by_length
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
-from nt_attention.hf.pack.islands import MOST_PADDED, group_by_length
 from nt_attention.hf.prove import store
 
 SMALL = {

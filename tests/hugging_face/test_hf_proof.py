@@ -13,6 +13,9 @@ import pytest
 import tiny
 import torch
 import transformers
+from nt_attention.hf.prove.text_models import on_meta_device, text_classes
+from nt_attention.hf.prove.trial_runs import relative_error
+from nt_attention.hf.prove.user_code import replaced_functions
 from proof_cases import BATCH, MASK, SIZES
 from sweeps import covering, sweep_except
 from torch import nn
@@ -21,9 +24,6 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, L
 import nt_attention as nta
 from nt_attention.hf import families
 from nt_attention.hf.prove import diagnosis, store
-from nt_attention.hf.prove.text_models import on_meta_device, text_classes
-from nt_attention.hf.prove.trial_runs import relative_error
-from nt_attention.hf.prove.user_code import replaced_functions
 
 pytestmark = pytest.mark.usefixtures("cache")
 

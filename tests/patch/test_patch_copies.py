@@ -25,7 +25,7 @@ from patched_models import (
 )
 
 import nt_attention as nta
-from nt_attention.hf.prove import store
+from nt_attention.hf.check import plans
 
 
 @every_kind
@@ -56,10 +56,9 @@ def torch_saved(model):
 
 @every_kind
 @pytest.mark.parametrize("tried_before", [True, False])
-def test_patched_model_is_freed_without_the_garbage_collector(kind, tried_before, tmp_path, monkeypatch):
+def test_patched_model_is_freed_without_the_garbage_collector(kind, tried_before, monkeypatch):
     if not tried_before:
-        monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path))
-        monkeypatch.setattr(store, "_made", {})
+        monkeypatch.setattr(plans, "_kept", {})
     model = make(kind)
     handle = nta.patch(model)
     model(**make_batch(kind))

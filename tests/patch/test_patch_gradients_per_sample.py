@@ -9,11 +9,10 @@ import types
 import pytest
 import torch
 from patched_models import loss_of, make, make_batch
+from small_models import build_small
 from torch import nn
 
 import nt_attention as nta
-from nt_attention.hf.prove.text_models import on_meta_device
-from nt_attention.hf.prove.twin import build_twin, isolated
 
 
 class GradSampleModule(nn.Module):
@@ -102,8 +101,7 @@ def test_modules_of_torch_run_padded_too(in_transformer, per_sample):
 
 
 def test_encoder_decoders_run_padded_too(per_sample):
-    with isolated():
-        model = build_twin(on_meta_device("t5", "T5ForConditionalGeneration"))
+    model = build_small("t5", "T5ForConditionalGeneration")
     batch = make_batch("causal")
     wrapped = per_sample(model)
     with nta.patch(model) as handle, pytest.warns(nta.NotPackedWarning, match="Opacus"):

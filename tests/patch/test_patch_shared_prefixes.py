@@ -15,7 +15,10 @@ from nt_attention.hf.pack.rules import NO_MASK
 from nt_attention.layouts.tree import TreeLayout
 
 TYPES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "phi3")
-pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning"),
+    pytest.mark.usefixtures("uncompared"),
+]
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # as in other tests of models: some compute norms and rotations in float32
 
 
@@ -174,7 +177,9 @@ def test_dropout_of_a_part_in_training():
 def test_random_numbers_are_not_shared():
     """Noise of a hook, of a router, or of an activation. Then the call is as without sharing, and no more are tried."""
     model, batch = make(), batch_of()
-    model.model.layers[0].register_forward_hook(lambda module, args, out: out + torch.rand_like(out))
+    model.model.layers[0].register_forward_hook(
+        lambda module, args, out: out + torch.rand_like(out) if module.training else out
+    )
     other = copy.deepcopy(model)
     nta.patch(other)
     handle = nta.patch(model, shared_prefixes=True)
@@ -277,9 +282,9 @@ def test_attention_that_is_not_causal_any_more():
     assert handle.prefixes.calls["its attention is not causal any more"] == 1
 
 
-def test_sharing_is_tried_on_a_twin(monkeypatch):
+def test_sharing_is_tried_on_the_model(monkeypatch):
     monkeypatch.setattr(TreeLayout, "levels", lambda self: [])
-    with pytest.raises(ValueError, match="with a shared prefix"):
+    with pytest.raises(ValueError, match="differs if shared prefixes are computed once"):
         nta.patch(make(), shared_prefixes=True)
 
 

@@ -145,12 +145,17 @@ class _Check:
         """
         self.base.eval()
         try:
-            alone = [run(self.base, each, self.inside) for each in self.rows.each()[1:]]
+            first, *others = self.rows.each()[1:]
+            values, seen = run_and_watch(self.base, first, 0, self.inside)
+            alone = [values, *(run(self.base, each, self.inside) for each in others)]
             left = run(self.base, replace(self.rows, is_left=True), self.inside)
         except Exception as error:  # the code of any model
             raise NotPackableError(f"it does not run on rows of token ids: {first_line(error)}") from error
         self.alone = {name: torch.cat([x[name] for x in alone]) for name in alone[0]}  # of all but the first
         self.left = left
+        # Under autocast, outputs may have another dtype than those of modules.
+        dtypes = {x.dtype for each in seen for x in each.outputs} | {x.dtype for x in values.values()}
+        self.tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
         if not self.alone or not all(bool(x.isfinite().all()) for x in self.alone.values()):
             raise NotPackableError("its outputs are not finite, or have no values for tokens")
         plan = self._find_modules()
@@ -226,7 +231,7 @@ class _Check:
 
     def _watch(self, rows: Rows) -> tuple[dict[str, Tensor], list[Seen]]:
         try:
-            return run_and_watch(self.base, rows, 1, self.inside)
+            return run_and_watch(self.base, rows, min(1, len(rows.sequences) - 1), self.inside)
         except NotPackableError:
             raise
         except Exception as error:  # the code of any model
@@ -264,7 +269,7 @@ class _Check:
         Returns:
             Whether the unpatched model reads padding.
         """
-        ratio, name = worst(self._without_first(got), self.alone)
+        ratio, name = worst(self._without_first(got), self.alone, self.tolerance)
         if ratio > 1:
             raise NotPackableError(f"its {name} differs between a packed row and each sequence alone", self._apart())
         got = self._run(replace(self.rows, is_left=True))
@@ -272,7 +277,11 @@ class _Check:
             return False
         # Unpatched, states read padding. Users may mean that of positions, which the padded run then says.
         of_tokens = self._of_tokens(self.alone, len(self.rows.sequences) - 1)
-        if plan.mixing and plan.positions != "ids" and worst(self._without_first(got), of_tokens)[0] <= 1:
+        if (
+            plan.mixing
+            and plan.positions != "ids"
+            and worst(self._without_first(got), of_tokens, self.tolerance)[0] <= 1
+        ):
             return True
         raise NotPackableError("with padding on the left, its values are not those of the padded run")
 
@@ -289,17 +298,20 @@ class _Check:
         return {name: x for name, x in values.items() if len(x) > rows}
 
     def _is_near(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
-        return worst(got, self._of_tokens(want, len(self.rows.sequences)))[0] <= 1
+        return worst(got, self._of_tokens(want, len(self.rows.sequences)), self.tolerance)[0] <= 1
+
+    def _is_near_loss(self, got: Tensor, want: Tensor) -> bool:
+        return relative_error(got, want) <= max(self.tolerance, TOLERANCE[want.dtype])
 
     def _apart(self) -> str | None:
         """The class of the first module that gives other values in the packed row than for the sequence alone."""
         _, seen = self._watch(self.rows)
         _, alone = self._watch(self.rows.each()[1])
-        return _name_of(first_cause(seen, alone, TOLERANCE[_dtype_of(self.alone)]))
+        return _name_of(first_cause(seen, alone, self.tolerance))
 
     def _compare_lengths(self, seen: list[Seen], of_longer: list[Seen]) -> None:
         """Compare the calls of modules, if the neighbors of the second sequence have other lengths."""
-        cause = first_cause(seen, of_longer, 0.1 * TOLERANCE[_dtype_of(self.alone)])
+        cause = first_cause(seen, of_longer, 0.1 * self.tolerance)
         if cause is not None:
             raise NotPackableError(f"{of_cause(cause)} {_BY_LENGTH}", _name_of(cause))
 
@@ -313,16 +325,21 @@ class _Check:
             kept.append(out.detach().requires_grad_())
             return kept[-1].clone()  # the model may change it in place
 
+        trained = [x for x in self.base.parameters() if x.requires_grad]
         hook = embeddings.register_forward_hook(keep)
         try:
+            for parameter in trained:
+                parameter.requires_grad_(False)
             with torch.enable_grad():
                 values = self._run(self.rows)
                 own = next((x for x in self.rows.part(values, 1).values() if x.requires_grad), None)
-                gradient = None
                 if own is not None and kept:
-                    (gradient,) = torch.autograd.grad(own.float().square().sum(), kept[-1], allow_unused=True)
+                    own.float().square().sum().backward()  # reentrant checkpoints support no `autograd.grad`
         finally:
             hook.remove()
+            for parameter in trained:
+                parameter.requires_grad_(True)
+        gradient = kept[-1].grad if kept else None
         before, length, _ = self.rows.lengths
         if gradient is not None and gradient.shape[:2] == (1, sum(self.rows.lengths)):
             gradient[0, before : before + length] = 0
@@ -385,7 +402,7 @@ class _Check:
             out = self._call_padded(spans) or out
             if (loss := out.get("loss")) is not None:
                 known = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
-                if not _near(known, loss):  # a loss of its own
+                if not self._is_near_loss(known, loss):  # a loss of its own
                     return False
         try:
             with packed(self.model, plan):
@@ -395,7 +412,7 @@ class _Check:
         if not self._is_near(self.rows.values(got), self.rows.values(out)):
             return False
         loss, want = got.get("loss"), out.get("loss")
-        return plan.head == "span" or want is None or (loss is not None and _near(loss, want))
+        return plan.head == "span" or want is None or (loss is not None and self._is_near_loss(loss, want))
 
     def _call_padded(self, labels: dict[str, Tensor]) -> Any:
         """The padded outputs, or None if the model takes other arguments, or returns no outputs by name."""
@@ -425,14 +442,6 @@ class _Check:
             inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
         run = self.model.forward if self.inside else self.model
         return run(**inputs, **{name: x.clone() for name, x in labels.items()})
-
-
-def _near(got: Tensor, want: Tensor) -> bool:
-    return relative_error(got, want) <= TOLERANCE[want.dtype]
-
-
-def _dtype_of(values: dict[str, Tensor]) -> torch.dtype:
-    return next(iter(values.values())).dtype
 
 
 def _has_plain_parameters(model: nn.Module) -> bool:

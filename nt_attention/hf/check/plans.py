@@ -68,8 +68,9 @@ def key_of(model: Any) -> Hashable | None:
             return None
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         shapes = tuple((name, x.shape, x.dtype, x.device.type) for name, x in tensors)
-        of_modules.append((path, type(module), tuple(sorted(fields.items())), shapes))
-    return repr(families.config_of(model).to_dict()), families.family_of(model), tuple(of_modules)
+        of_modules.append((path, type(module), type(module).forward, tuple(sorted(fields.items())), shapes))
+    config = repr(families.config_of(model).to_dict())
+    return config, families.family_of(model), getattr(model, "loss_function", None), tuple(of_modules)
 
 
 _NOT_COMPARED = {*vars(nn.Module()), "config"}  # the config is a part of the key as a whole

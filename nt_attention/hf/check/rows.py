@@ -238,5 +238,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def plain_mode(device: torch.device) -> Iterator[None]:
     """A context in which a model runs as no program around it has asked for."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), automatic_choice():
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        automatic_choice(),
+        torch.compiler.set_stance("force_eager"),
+    ):
         yield

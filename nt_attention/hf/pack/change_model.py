@@ -50,10 +50,8 @@ _patched = WeakIdKeyDictionary()  # config → `_Patched`
 
 def set_attention(model: PreTrainedModel, handle: Handle) -> str:
     """Set our name in the model's configs, let the handle undo it, and return the name that was there."""
-    configs = _configs(model)
-    forwards = [module.__dict__.get("forward") for module in model.modules()]
-    handles = [forward.handle for forward in forwards if isinstance(forward, PatchedForward)]
-    _check_not_patched(model, configs, handles, handle)
+    configs, handles = _configs(model), _handles(model)
+    check_not_patched(model, handle)
     for config in configs:
         if config not in _patched or not _patched[config].active():
             _patched[config] = _Patched(config)
@@ -75,9 +73,17 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
     return before
 
 
-def _check_not_patched(model: PreTrainedModel, configs: list[Any], handles: list[Handle], handle: Handle) -> None:
-    of_parts = [x for config in configs if config in _patched for x in _patched[config].active(set(_parts(model)))]
-    if any(other.active and other is not handle for other in (*handles, *of_parts)):
+def _handles(model: PreTrainedModel) -> list[Handle]:
+    """The handles of the patches of a model and its parts, active or not."""
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    return [forward.handle for forward in forwards if isinstance(forward, PatchedForward)]
+
+
+def check_not_patched(model: PreTrainedModel, handle: Handle) -> None:
+    """Raise an error if a model or a part of it is patched already, by another handle."""
+    configs = [config for config in _configs(model) if config in _patched]
+    of_parts = [x for config in configs for x in _patched[config].active(set(_parts(model)))]
+    if any(other.active and other is not handle for other in (*_handles(model), *of_parts)):
         raise ValueError(
             f"{type(model).__name__} or a part of it is already patched: {CALL_REMOVE_FIRST} For a copied or loaded "
             "model, it is model.forward.handle."
