@@ -6,6 +6,7 @@ the fields of configs, by what they mean.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import math
@@ -31,6 +32,10 @@ VOCABULARY, PADDING = 99, 1
 WINDOW = 8
 LAYERS = 4  # if all are of one kind
 LARGEST = 2_000_000  # parameters
+# Of the inputs of encoders: the lengths of rows, as shares of the longest, and the numbers of patches of images.
+SHARES = (1.0, 0.55, 0.3, 0.12)  # of the positions of a row that are not padding
+SAMPLES, FRAMES = 8_000, 168  # of a row: sound, and features of sound, which models make shorter
+SHAPES = ((4, 6), (3, 5), (2, 2), (1, 3))  # of images, in patches
 
 _FIELDS = json.loads(Path(__file__).with_name("small_configs.json").read_text())
 SIZES: dict[str, int] = {name: group["size"] for group in _FIELDS["sizes"] for name in group["fields"]}
@@ -138,6 +143,68 @@ def small_encoder(model: PreTrainedModel, try_: Callable[[Any], Any]) -> Any:
     attempts = [_shrink_lists(small_config(config, unknown) | lists) for unknown in (True, False)]
     with isolated():
         return build(type(model), attempts, (torch.float64, torch.float32), try_)
+
+
+def encoder_inputs(model: Any) -> dict[str, Tensor]:
+    """The inputs of a padded batch, of the first form that the model takes.
+
+    Raises:
+        CannotBuildError: it takes none of the known forms.
+    """
+    error: Exception | None = None
+    for inputs in _forms_of_inputs(model):
+        try:
+            with torch.no_grad():
+                model(**inputs)
+            return inputs
+        except Exception as failure:  # any class
+            error = error or failure
+    raise CannotBuildError(f"no form of its inputs is known: {error}")
+
+
+def _forms_of_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Inputs (B, …) that models of audio and images take, with a mask of padding."""
+    names = inspect.signature(model.forward).parameters
+    dtype, main = next(model.parameters()).dtype, model.main_input_name
+    generator = torch.Generator().manual_seed(0)
+    others = {}
+    if "decoder_input_ids" in names:
+        others["decoder_input_ids"] = torch.randint(6, 20, (len(SHARES), 5), generator=generator)
+
+    def padded(length: int, *width: int) -> tuple[Tensor, Tensor]:
+        mask = torch.arange(length) < torch.tensor([[round(share * length)] for share in SHARES])
+        x = torch.randn(len(SHARES), length, *width, generator=generator, dtype=dtype)
+        return x * mask.view(*mask.shape, *[1] * len(width)), mask.long()
+
+    if main == "input_values":
+        values, mask = padded(SAMPLES)
+        yield {main: values, "attention_mask": mask, **others}
+    for width in _widths(model.config) if main == "input_features" else ():
+        values, mask = padded(FRAMES, width)
+        yield {main: values, "attention_mask": mask, **others}
+        length = 2 * getattr(model.config, "max_source_positions", FRAMES)  # with the width first, as in Whisper
+        values, mask = padded(length, width)
+        yield {main: values.transpose(1, 2), "attention_mask": mask, **others}
+    if main == "pixel_values" and {"pixel_attention_mask", "spatial_shapes"} <= names.keys():
+        shapes = torch.tensor(SHAPES)
+        mask = torch.arange(int(shapes.prod(1).max())) < shapes.prod(1)[:, None]
+        config = getattr(model.config, "vision_config", model.config)
+        width = config.num_channels * config.patch_size**2
+        values = torch.randn(*mask.shape, width, generator=generator, dtype=dtype) * mask[:, :, None]
+        yield {main: values, "pixel_attention_mask": mask.long(), "spatial_shapes": shapes}
+
+
+def _widths(config: Any) -> list[int]:
+    """The numbers in a config and its parts that may be the width of features."""
+    configs = [config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))]
+    words = ("mel", "feat", "input")
+    found = {
+        value: None
+        for each in configs
+        for name, value in each.to_dict().items()
+        if any(word in name for word in words) and isinstance(value, int) and value > 4
+    }
+    return list(found)
 
 
 def build(

@@ -1,18 +1,14 @@
-"""Models whose padded islands read masks, tuples or padding: packed, they are as each sequence alone."""
+"""Models whose padded modules read masks, tuples or padding: packed, they are as each sequence alone."""
 
 import copy
 
 import pytest
 import torch
+from small_models import build_small
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config, DeepseekV2ForCausalLM
 
 import nt_attention as nta
-from nt_attention.hf.pack.islands import equal_lengths, one_group
-from nt_attention.hf.prove import store
-from nt_attention.hf.prove.text_models import on_meta_device
-from nt_attention.hf.prove.twin import build_twin, isolated
-
-pytestmark = pytest.mark.usefixtures("cache")
+from nt_attention.hf.pack.padded_modules import equal_lengths, one_group
 
 LENGTHS = (9, 1, 17, 9, 16, 4)
 MODELS = {
@@ -26,15 +22,9 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_shipped(monkeypatch):
-    monkeypatch.setattr(store, "shipped", dict)
-
-
 @pytest.mark.parametrize("model_type", MODELS)
 def test_packed_is_as_each_sequence_alone(model_type):
-    with isolated():
-        model = build_twin(on_meta_device(model_type, MODELS[model_type]))
+    model = build_small(model_type, MODELS[model_type])
     right = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     unpatched = copy.deepcopy(model)
     tolerance = 1e-9 if model_type in ("convbert", "mobilebert") else 1e-5  # others compute norms or states in float32

@@ -14,14 +14,14 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from nt_attention.hf.pack.islands import MOST_PADDED, group_by_length
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
-from nt_attention.hf.prove import store
+from nt_attention.hf.check import plans
+from nt_attention.hf.pack.padded_modules import MOST_PADDED, group_by_length
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -198,10 +198,10 @@ def test_convolution_that_was_replaced(monkeypatch, is_wrapped):
 def test_decorated_function_of_a_user_is_other_code(monkeypatch):
     module = transformers.models.lfm2.modeling_lfm2
     model = new("lfm2")
-    assert store.key_of(model) is not None
+    assert plans.key_of(model) is not None
     mine = functools.wraps(module.causal_conv1d_fn)(convolve_threefold)
     monkeypatch.setattr(module, "causal_conv1d_fn", mine)
-    assert store.key_of(model) is None
+    assert plans.key_of(model) is None
 
 
 def test_convolutions_of_other_models_stay_as_they_are():

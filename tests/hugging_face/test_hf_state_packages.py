@@ -93,12 +93,10 @@ PROGRAM = """
     import torch
 
     import nt_attention as nta
-    from nt_attention.hf.prove.text_models import on_meta_device
-    from nt_attention.hf.prove.twin import build_twin, isolated
+    from small_models import build_small
 
     def check(model_type, class_name):
-        with isolated():
-            model = build_twin(on_meta_device(model_type, class_name))
+        model = build_small(model_type, class_name)
         lengths = torch.tensor([7, 1, 23, 12])
         mask = (torch.arange(23) >= 23 - lengths[:, None]).long()
         ids = torch.randint(6, 20, (4, 23)) * mask

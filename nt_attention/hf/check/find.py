@@ -66,11 +66,15 @@ class NotPackableError(Exception):
         self.module_class = module_class
 
 
+class _CannotRunError(NotPackableError):
+    """A usual call of the model runs padded, whatever the plan is."""
+
+
 class _StrictHandle(PatchHandle):
     """The handle of a model during the check: a call that does not run packed is an error."""
 
     def fall_back(self, reason: str, what: str = "this call", advice: str = "") -> None:
-        raise NotPackableError(f"a call with input_ids and attention_mask can't run packed: {reason}")
+        raise _CannotRunError(f"a call with input_ids and attention_mask can't run packed: {reason}")
 
     def differ(self, difference: str) -> None:
         """Differences are told in calls of users."""
@@ -174,6 +178,8 @@ class _Check:
                     failures.append(error)
                 finally:
                     self.base.eval()
+            if isinstance(failures[0], _CannotRunError):
+                raise failures[0]
             first = first or next((x for x in failures if x.module_class), failures[0])
             mixing = [x.module_class for x in failures if x.module_class]
             found = min(mixing, key=lambda name: "Attention" in name, default=None)  # attention is rather packed

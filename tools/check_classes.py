@@ -1,0 +1,94 @@
+"""Checks how a small model of each text class of transformers is packed, and keeps what was found.
+
+    python tools/check_classes.py [TYPE ...] [--jobs N] [--write FILE]
+
+Each class runs the check of `nta.patch` (`hf/check/`) on a small model with random weights (`small_models.py`), in
+float32. The result is kept in `tools/checked_classes/VERSION.json`, VERSION being that of transformers, from which
+`supported_models.py` makes tables and the data of the search field. No program reads it: a model is checked itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from small_models import CannotBuildError, build_small, text_classes
+
+from nt_attention.hf import families
+from nt_attention.hf.check.find import NotPackableError, find_plan
+
+FOLDER = Path(__file__).with_name("checked_classes")
+SECONDS = 180  # for one class
+
+
+def begin() -> None:
+    """Begin a process that checks some classes."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    warnings.filterwarnings("ignore")
+    signal.signal(signal.SIGALRM, _late)
+
+
+def _late(*_: Any) -> None:
+    raise TimeoutError(f"no result after {SECONDS} s")
+
+
+def checked(row: tuple[str, str, str]) -> dict[str, Any]:
+    """What the check finds for a class: its plan, or the reason why there is none."""
+    model_type, class_name, head = row
+    entry: dict[str, Any] = {"type": model_type, "class": class_name, "head": head}
+    signal.alarm(SECONDS)
+    try:
+        model = build_small(model_type, class_name, [torch.float32])
+        if (reason := families.why_not_packed(model)) is not None:
+            return {**entry, "reason": reason}
+        plan = find_plan(model)
+        return {**entry, "plan": {x.name: getattr(plan, x.name) for x in fields(plan) if _is_set(plan, x)}}
+    except NotPackableError as error:
+        return {**entry, "reason": str(error)}
+    except CannotBuildError as error:
+        return {**entry, "reason": f"no small model could be built: {error}"}
+    except BaseException as error:  # the code of any class
+        return {**entry, "reason": f"no small model could be built: {type(error).__name__}: {error}"[:200]}
+    finally:
+        signal.alarm(0)
+
+
+def _is_set(plan: Any, field: Any) -> bool:
+    return bool(getattr(plan, field.name) != field.default)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as bert; by default all")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="by default the kept file, if all types run")
+    options = parser.parse_args(argv)
+    rows = [row for row in text_classes() if not options.types or row[0] in options.types]
+    entries = []
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), initializer=begin, max_tasks_per_child=40) as pool:
+        for entry in pool.map(checked, rows):
+            entries.append(entry)
+            print(json.dumps(entry), flush=True)
+    file = options.write or (None if options.types else FOLDER / f"{transformers.__version__}.json")
+    if file is not None:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n")
+    packed = {entry["type"] for entry in entries if "plan" in entry}
+    print(f"{len(packed)} of {len({entry['type'] for entry in entries})} model types are packed", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
