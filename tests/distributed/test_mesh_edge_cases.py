@@ -192,7 +192,7 @@ def arguments_of_patch():
         (ValueError, "leave out padding_free=False or mesh", "llama", {"mesh": mesh, "padding_free": False}),
         (ValueError, "has an encoder and a decoder", "t5", {"mesh": mesh}),
         (ValueError, "all tokens of a sequence on one rank", "deberta", {"mesh": mesh}),
-        (ValueError, "a single nn.MultiheadAttention is not changed", "attention", {"mesh": mesh}),
+        (ValueError, "patch does not change a single nn.MultiheadAttention", "attention", {"mesh": mesh}),
     ):
         with pytest.raises(error, match=match):
             nta.patch(MORE_MODELS[model](), **more)

@@ -112,7 +112,7 @@ def on_each_rank(name, engine, more):
         for part in model.base_model.encoder.layer if name[:4] == "bert" else model.base_model.layers:
             fully_shard(part, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    handle = nta.patch(model, mesh=mesh, on_fallback="raise")
+    handle = nta.patch(model, mesh=mesh)
     inferred = infer(model.eval(), batch)
     stepped = step(model.train(), batch | more, whole if engine == "fsdp" else average)
     assert handle.calls == {None: 2}, handle.calls
