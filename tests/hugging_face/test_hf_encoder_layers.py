@@ -119,7 +119,7 @@ def token_mask(model, inputs):
         handle = layer.register_forward_pre_hook(record, with_kwargs=True)
         model(**inputs)
         handle.remove()
-    return seen[0]
+    return seen[-1]
 
 
 def check(got, want, mask):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The largest error relative to the largest value, of a model that is right.
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 3e-2}
+# The largest error relative to the largest value, of a model that is right. Some compute parts in float32.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 3e-2}
 # Experts in float32 differ by some units in the last place: the size of a group of tokens chooses the kernel.
 UNITS = {torch.float64: 64, torch.float32: 64}
 

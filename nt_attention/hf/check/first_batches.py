@@ -38,7 +38,7 @@ LONGEST_ROW = 4096  # positions, of rows that run padded
 FEWEST_TOKENS = 8  # of the shortest row, if another one has as many
 SHARE = 64  # of the calls of a class that is not of transformers, one in so many is compared again
 # Relative errors that are rounding whatever was measured, by the dtype in which a model computes.
-_FLOOR = {torch.float64: 1e-6, torch.float32: 4e-4}
+_FLOOR = {torch.float64: 1e-5, torch.float32: 4e-4}
 _FLOOR_OF_HALF = 3e-2
 _FACTOR, _MOST_ROUNDING = 6, 0.05
 # Calls with these arguments only are the usual ones. If they differ, no call of the model packs.

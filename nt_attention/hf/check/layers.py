@@ -25,7 +25,7 @@ from .. import families
 from ..pack.encoder_layers import EncoderCall, add_padded_to_layers, encoder_layers, packing_of, parts_of_call
 from ..pack.packing import Packing
 from ..route.packed_row import LayerCalls, running
-from .find import MOST_PADDED_CLASSES, first_line
+from .find import MOST_PADDED_CLASSES, why_raised
 from .first_batches import choose_rows, comparing, dtype_of, error_of, floor_of
 from .later import are_sharded
 from .random_numbers import RandomNumbers
@@ -144,7 +144,8 @@ class _Comparison:
             try:
                 got = self._run(running(layers=LayerCalls(lambda reason: None)))
             except Exception as error:  # the code of any model
-                return f"it raises {first_line(error)}", None
+                found = why_raised(self.model, error)
+                return str(found), found.module_class
         if got.packing is None:
             return None, None
         floor = floor_of(self.model)
