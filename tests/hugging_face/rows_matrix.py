@@ -45,6 +45,7 @@ from transformers.models.auto import modeling_auto
 
 import nt_attention as nta
 from nt_attention.hf import families
+from nt_attention.hf.check.plans import checked
 from nt_attention.hf.families import CACHE
 from nt_attention.hf.pack import inputs
 from nt_attention.hf.pack.encoder_layers import encoder_layers, tokens_of, why_no_layers
@@ -194,7 +195,8 @@ def registered(model: Any) -> Any:
 
 def first_position(model: Any) -> int:
     """The position of the first token: the padding id + 1 in models that count positions as RoBERTa does."""
-    counts = families.family_of(model).positions == "ids"
+    plan = checked(model).plan
+    counts = plan is not None and plan.positions == "ids"
     counts = counts or any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
     padding = inputs.padding_id(families.base_model(model)) if counts else None
     return 0 if padding is None else padding + 1

@@ -116,7 +116,9 @@ def test_window_of_one_layer_that_was_changed(layer, window):
     if before == window:
         nta.patch(model)
     else:
-        with pytest.raises(ValueError, match=f"layers.{layer}.self_attn .* is {window}, but {before} in a new model"):
+        with pytest.raises(
+            ValueError, match="its last_hidden_state differs between a packed row and each sequence alone"
+        ):
             nta.patch(model)
 
 
@@ -124,7 +126,7 @@ def test_window_of_the_config_that_was_changed():
     config = Qwen2Config(**GROUPED_WIDTHS, use_sliding_window=True, sliding_window=3, max_window_layers=2)
     model = Qwen2ForCausalLM(config)
     model.config.sliding_window = 2
-    with pytest.raises(ValueError, match=r"sliding_window of .* is 3, but 2 in a new model"):
+    with pytest.raises(ValueError, match="its last_hidden_state differs between a packed row and each sequence alone"):
         nta.patch(model)
 
 
@@ -151,7 +153,7 @@ def test_pooled_output_of_big_bird():
 
 
 def test_window_of_a_layer_that_had_none():
-    model = Llama4ForCausalLM(llama4().config)
+    """Llama 4 does not read it, and neither does the packed run."""
+    model, batch = Llama4ForCausalLM(llama4().config).eval(), batch_of()
     model.model.layers[1].self_attn.sliding_window = 5
-    with pytest.raises(ValueError, match=r"layers.1.self_attn .* is 5, but None in a new model"):
-        nta.patch(model)
+    check(model, batch, logits_alone(model, batch), tolerance=2e-5)
