@@ -143,7 +143,8 @@ def run(directory: Path, files: dict[str, str], *models: tuple[str, str]) -> dic
         file.write_text(textwrap.dedent(text))
     program = directory / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    path = f"{directory}:{Path(__file__).parents[2]}"
+    root = Path(__file__).parents[2]
+    path = f"{directory}:{root}:{root / 'tools'}"
     environment = {"PYTHONPATH": path, "NT_ATTENTION_CACHE": str(directory / "cache"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(program), *(part for model in models for part in model)]
     done = subprocess.run(

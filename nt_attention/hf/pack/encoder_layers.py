@@ -157,7 +157,9 @@ class EncoderCall:
         if reason is None and not all(map(can_be_read, masks)):
             reason = "the host can't read its mask"
         if reason is None:
-            reason = self.first_batches.why_padded(self, model, original, arguments)
+            reason = self.first_batches.why_padded(self, model, original, arguments)  # it may find padded modules
+        if reason is None and self.first_batches.padded and any(map(_is_checkpointed, _items(model))):
+            reason = "gradient checkpoints would run its convolutions again, which is not supported for packed layers"
         if reason is None:
             return LayerCalls(self.handle.fall_back)
         self.handle.fall_back(reason)
@@ -176,9 +178,11 @@ class EncoderCall:
             return f"its attention was set to {name!r} after the patch"
         if any(has_compiled_call(layer) or inside_compiled(layer) is not layer for layer in layers):
             return "its layers are compiled: compile their parts instead"
-        if self.first_batches.padded and any(vars(x).get("gradient_checkpointing") and x.training for x in layers):
-            return "gradient checkpoints would run its convolutions again, which is not supported for packed layers"
         return None
+
+
+def _is_checkpointed(layer: nn.Module) -> bool:
+    return bool(vars(layer).get("gradient_checkpointing")) and layer.training
 
 
 def _items(model: nn.Module) -> list[nn.Module]:
