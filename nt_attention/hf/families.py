@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -184,6 +184,13 @@ def why_not_packed(module: Any) -> str | None:
     if names and main not in names and "attention_mask" not in names:  # as in the vision towers of Qwen-VL
         main = names[0]
     return None if main == "input_ids" else f"its input is {main}, and only the tokens of input_ids are packed"
+
+
+def may_pack(module: Any) -> bool:
+    """Whether a model in another one may be packed by itself. One that attends to an encoder may not."""
+    names = inspect.signature(cast(Any, class_of(module)).forward).parameters
+    attends = module.config.is_encoder_decoder or getattr(module.config, "add_cross_attention", False)
+    return why_not_packed(module) is None and not ("encoder_hidden_states" in names and attends)
 
 
 def is_encoder_decoder(module: Any) -> bool:

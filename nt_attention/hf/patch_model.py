@@ -40,7 +40,11 @@ VISION_NAME = "nt_attention_flash_for_packed_images"
 
 
 def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool, packing: PackingMode) -> bool:
-    """Patch a Hugging Face model, or tell the handle why not. Returns False if `model` is not a Hugging Face model."""
+    """Patch a Hugging Face model, or tell the handle why not.
+
+    Returns:
+        False if the modules in it may be patched by themselves: it is no Hugging Face model, or can't be packed.
+    """
     if not isinstance(model, PreTrainedModel):
         if padding_free and hasattr(type(model), "query_expansion"):  # of sentence-transformers
             override_forward(model, functools.partial(_run_expanded, handle), handle)
@@ -49,9 +53,19 @@ def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool,
     proof, reason, not_packed, packs_layers = plan.proof, plan.reason, plan.not_packed, bool(plan.proof.layers)
     if reason is None and handle.mesh is not None:
         reason = _why_not_sharded(model, proof, not_packed)
+    # What a head that was tried computes is wrong with a packed base model too.
+    was_tried = not_packed is None and proof.tried
+    looks_inside = (
+        padding_free
+        and not was_tried
+        and any(families.may_pack(x) for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model)
+    )
     if reason is not None:
         handle.skip(name, f"{type(model).__name__} {reason}.")
-        return True
+        return not looks_inside
+    if not_packed is not None and looks_inside:
+        handle.skip(name, f"{type(model).__name__} is not packed as a whole, because {not_packed}.")
+        return False
     how = "supports rows that you pack, with cu_seq_lens or position_ids"
     if not_packed is not None:
         how = f"not packed, because {not_packed}"

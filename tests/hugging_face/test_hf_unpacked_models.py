@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 import nt_attention as nta
 from nt_attention.hf import families
-from nt_attention.patching.handle import NotPackedError, NotPackedWarning
+from nt_attention.patching.handle import NotPackedWarning
 
 VOCABULARY, PAD, EOS = 97, 1, 3
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": EOS}
@@ -352,18 +352,38 @@ class TwoModels(transformers.PreTrainedModel):
         return self.query(**query).pooler_output + self.passage(**passage).pooler_output
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_models_inside_of_a_model_that_is_not_packed_count_their_padding(padded):
+def test_models_inside_of_a_model_that_is_not_packed_pack_by_themselves():
     model = TwoModels(transformers.BertConfig(**TEXT)).eval()
     ids = torch.randint(5, VOCABULARY, (2, 7))
     mask = torch.ones_like(ids)
-    mask[1, 4:] = int(not padded)
+    mask[1, 4:] = 0
     inputs = {name: {"input_ids": ids, "attention_mask": mask} for name in ("query", "passage")}
     want = model(**inputs)
     with nta.patch(model, on_fallback="raise") as handle:
-        if padded:
-            with pytest.raises(NotPackedError, match="its input is query, and only the tokens of input_ids are packed"):
-                model(**inputs)
-        else:
-            torch.testing.assert_close(model(**inputs), want)
-    assert sum(handle.calls.values()) == int(padded)
+        torch.testing.assert_close(model(**inputs), want)
+    assert handle.calls == {None: 2}
+    assert "TwoModels is not packed as a whole, because its input is query" in " ".join(str(handle).split())
+
+
+class TupleHead(transformers.BertPreTrainedModel):
+    """As in research code: it returns a tuple, and its width is written down."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert, self.head = transformers.BertModel(config), torch.nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask):
+        return (self.head(self.bert(input_ids, attention_mask=attention_mask).last_hidden_state),)
+
+
+def test_the_base_model_of_a_head_that_returns_a_tuple_packs():
+    model = TupleHead(transformers.BertConfig(**TEXT)).eval()
+    mask = torch.arange(7) < torch.tensor([[7], [3]])
+    batch = {"input_ids": torch.randint(5, VOCABULARY, (2, 7)), "attention_mask": mask.long()}
+    (want,) = model(**batch)
+    with nta.patch(model) as handle:
+        (got,) = model(**batch)
+    torch.testing.assert_close(got[mask], want[mask])
+    assert handle.calls == {None: 1}
+    assert "it returns a tuple, not outputs by name" in " ".join(str(handle).split())

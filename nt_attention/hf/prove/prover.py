@@ -18,7 +18,7 @@ from ..proof import Proof
 from ..transformers_private import attention_of
 from .layer_trial import prove_layers
 from .trial import UNPATCHED_IS_WRONG, Trial
-from .trial_runs import NotProven, first_line
+from .trial_runs import NotProven, NotTried, first_line
 from .twin import CannotBuild, build_twin, isolated
 from .user_code import UserCode, leaves_of, user_code_of
 from .whole_twin import build_whole_twin, whole_fields
@@ -54,7 +54,7 @@ def prove(model: PreTrainedModel, family: Family) -> Proof:
             proof = _prove(make, twin)
             return _confirm(model, twin, code, make, proof) if code.exists else proof
         except NotProven as failure:
-            return Proof(str(failure))
+            return Proof(str(failure), tried=not isinstance(failure, NotTried))
         except Exception as error:  # the unpatched model can't run these inputs
             reason = f"a small model of its class raises an error without the patch: {first_line(error)}"
             return Proof(reason, tried=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,10 @@ class NotProven(Exception):
     def __init__(self, reason: str, mixer: str | None = None) -> None:
         super().__init__(reason)
         self.mixer = mixer
+
+
+class NotTried(NotProven):
+    """The model can't be tried, whatever it computes."""
 
 
 class NeedsPackage(NotProven):
@@ -114,6 +118,8 @@ class Runs:
         """Run a model. Its inputs and outputs are on the CPU, as all values that are compared."""
         inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         out = model(**self._form(model, inputs))
+        if not isinstance(out, MutableMapping):
+            raise NotTried(f"it returns a {type(out).__name__}, not outputs by name")
         if model.device.type != "cpu":
             for name, value in out.items():
                 out[name] = pytree.tree_map_only(Tensor, Tensor.cpu, value)
