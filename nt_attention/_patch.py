@@ -9,7 +9,7 @@ from torch import nn
 
 from .graphs.cache import CudaGraphs
 from .modules.multihead import VarlenMultiheadAttention
-from .patching.forwards import WeakReference, active_handles
+from .patching.forwards import CALL_REMOVE_FIRST, WeakReference, active_handles
 from .patching.handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 from .torch_models import stacks
 from .torch_models.attention_modules import swap_attention
@@ -117,7 +117,8 @@ def patch(
         torch.Size([2, 3, 16])
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+        hint = " Pass its .model." if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.{hint}")
     check_options(packing, on_fallback)
     if not isinstance(need_weights, bool):
         raise ValueError(f"need_weights must be True or False, got {need_weights!r}.")
@@ -131,6 +132,8 @@ def patch(
             earlier.remove()
         elif earlier.is_patch_of(model, options):
             return cast(PatchHandle, earlier)
+        elif earlier.is_patch_of(model):
+            raise ValueError(f"{type(model).__name__} is already patched, with other options: {CALL_REMOVE_FIRST}")
     handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes)
     apply_patch(handle, model, padding_free, packing)
     handle.made_for = WeakReference(model), options

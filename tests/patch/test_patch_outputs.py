@@ -159,3 +159,13 @@ def test_model_that_cuts_its_rows_falls_back(monkeypatch):
     with nta.patch(short) as handle, pytest.warns(NotPackedWarning, match="ends at 40, but there are 30"):
         close(short(**batch).last_hidden_state, want)
     assert len(handle.calls) == 2
+
+
+def test_the_gradient_of_padded_logits_is_not_that_of_the_loss():
+    model, batch = make(), make_batch(labels=True)
+    with nta.patch(model):
+        out = model(**batch)
+        with pytest.warns(NotPackedWarning, match="without the loss"):
+            out.logits.retain_grad()
+        (out.loss + out.logits.sum()).backward()
+    assert torch.equal(out.logits.grad, torch.ones_like(out.logits.grad))
