@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...torch_private import buffers_of
+
 DRAWS = re.compile(
     "rand|randn|randint|(rand|randn|randint)_like|randperm|normal|(uniform|normal|log_normal|exponential|geometric"
     "|cauchy|random)_|bernoulli_?|multinomial|poisson|binomial"
@@ -81,7 +83,7 @@ class KeptValues:
         for module in self._modules:
             table = vars(module)
             values += [table[name] for name in table.keys() - _OF_TORCH]
-            values += table["_buffers"].values()
+            values += buffers_of(module).values()
         return values
 
     @property
@@ -108,4 +110,7 @@ def _computed(values: Iterable[Any], depth: int = 2) -> Iterator[Tensor]:
 
 def _is_of_parameter(x: Tensor) -> bool:
     """Whether it is a view of a parameter, as FSDP makes them."""
-    return x._base is not None and x._base.is_leaf
+    node: Any = x.grad_fn
+    while node is not None and re.match("View|Split", node.name()):
+        node = node.next_functions[0][0]
+    return hasattr(node, "variable")
