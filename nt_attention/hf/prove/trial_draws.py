@@ -9,7 +9,6 @@ Dimensions: B rows of a padded batch, L positions in a row.
 from __future__ import annotations
 
 import random
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..pack.side_effects import DRAWS
 from ..route import dropout
 
 _DROPOUT = {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
-_DRAWS = re.compile(
-    "rand|randn|randint|(rand|randn|randint)_like|randperm|normal|(uniform|normal|log_normal|exponential|geometric"
-    "|cauchy|random)_|bernoulli_?|multinomial|poisson|binomial"
-)
 # Functions of torch that draw inside: what they give is only examined.
 _WITH_DRAWS = {"dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax", "rrelu"}
 
@@ -100,7 +96,7 @@ class _Constant(TorchFunctionMode):
         if (
             kwargs.get("generator") is None
             and isinstance(out, Tensor)
-            and (_DRAWS.fullmatch(name) or name in _WITH_DRAWS)
+            and (DRAWS.fullmatch(name) or name in _WITH_DRAWS)
         ):
             self.draws.any = True
             self.draws.examine(name.strip("_"), out)
