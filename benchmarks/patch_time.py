@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import transformers
+from nt_attention.hf.prove import store
 
 import nt_attention as nta
-from nt_attention.hf.prove import store
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 99, "num_attention_heads": 4}
 KINDS = ("BertForSequenceClassification", "LlamaForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM", "JambaModel")

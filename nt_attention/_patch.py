@@ -9,7 +9,7 @@ from torch import nn
 
 from .graphs.cache import CudaGraphs
 from .modules.multihead import VarlenMultiheadAttention
-from .patching.forwards import WeakReference, active_handles
+from .patching.forwards import CALL_REMOVE_FIRST, WeakReference, active_handles
 from .patching.handle import CheckMode, NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 from .torch_models import stacks
 from .torch_models.attention_modules import swap_attention
@@ -125,7 +125,8 @@ def patch(
         torch.Size([2, 3, 16])
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+        hint = " Pass its .model." if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.{hint}")
     check_options(packing, on_fallback, check)
     if not isinstance(need_weights, bool):
         raise ValueError(f"need_weights must be True or False, got {need_weights!r}.")
@@ -139,6 +140,8 @@ def patch(
             earlier.remove()
         elif earlier.is_patch_of(model, options):
             return cast(PatchHandle, earlier)
+        elif earlier.is_patch_of(model):
+            raise ValueError(f"{type(model).__name__} is already patched, with other options: {CALL_REMOVE_FIRST}")
     name = type(model).__name__
     handle = PatchHandle(name, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes, check=check)
     apply_patch(handle, model, padding_free, packing)

@@ -62,6 +62,11 @@ def supports_sdpa(model: Any) -> bool:
     return bool(getattr(model, "_supports_sdpa", False))
 
 
+def flash_implementations(model: Any) -> list[str]:
+    """The names for flash attention that a model lists, if it runs no other ones."""
+    return list(getattr(model, "_compatible_flash_implementations", None) or ())
+
+
 def has_other_loss(model: nn.Module) -> bool:
     """Whether the `loss_function` of a model was replaced."""
     return vars(model).get("_loss_function") is not None

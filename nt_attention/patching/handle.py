@@ -311,9 +311,11 @@ class PatchHandle:
         rows += [f"{cell}calls</td>{cell}{html.escape(line)}</td>" for line in self._lines_of_calls()]
         return f"<b>{html.escape(self._title)}</b><table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
 
-    def is_patch_of(self, model: nn.Module, options: tuple[Any, ...]) -> bool:
-        """Whether `patch` has made this handle for this model with these options."""
-        return self.active and self.made_for is not None and self.made_for[0]() is model and self.made_for[1] == options
+    def is_patch_of(self, model: nn.Module, options: tuple[Any, ...] | None = None) -> bool:
+        """Whether `patch` has made this handle for this model, with these options or any."""
+        if not self.active or self.made_for is None or self.made_for[0]() is not model:
+            return False
+        return options is None or self.made_for[1] == options
 
     # The methods of `forwards.Handle`. A name may begin with a dot, because the name of a child is f"{parent}.{path}".
 

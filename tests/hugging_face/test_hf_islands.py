@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import nt_attention as nta
 from nt_attention.hf.pack.padded_modules import MOST_PADDED, group_by_length
+from nt_attention.hf.route.packed_row import PackedRow, running
 from nt_attention.patching.handle import NotPackedWarning
 
 SMALL = {
@@ -296,6 +297,38 @@ def test_a_checkpoint_of_the_whole_model(lengths, reentrant):
         checkpoint(lambda x: model(**batch).loss * x.sum(), one, use_reentrant=reentrant).backward()
     for (name, parameter), theirs in zip(model.named_parameters(), unpatched.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, theirs.grad, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("lengths", [(7,), (7, 4)])
+@pytest.mark.parametrize(("name", "mixer"), [("lfm2", "Lfm2ShortConv"), ("mamba2", "Mamba2Mixer")])
+@pytest.mark.filterwarnings("ignore::nt_attention.patching.handle.NotPackedWarning")
+def test_a_checkpoint_around_a_mixer_alone(name, mixer, lengths, reentrant):
+    model, batch = new(name), batch_of(lengths)
+    unpatched = copy.deepcopy(model)
+    alone(unpatched, batch, lengths)[0].backward()
+    with nta.patch(model):
+        for module in [x for x in model.modules() if type(x).__name__ == mixer]:
+            run = module.forward  # a reentrant checkpoint takes no keyword arguments
+            module.forward = lambda x=None, run=run, hidden_states=None, **more: checkpoint(
+                functools.partial(run, **more), hidden_states if x is None else x, use_reentrant=reentrant
+            )
+        model(**batch, use_cache=False).loss.backward()
+    for (name, parameter), theirs in zip(model.named_parameters(), unpatched.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, theirs.grad, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_checkpoint_around_a_mixer_whose_input_two_calls_share_is_an_error():
+    model, hidden = new("lfm2"), torch.randn(1, 5, 32, dtype=torch.float64, requires_grad=True)
+    row = PackedRow(layout := nta.SequenceLayout.from_lengths([2, 3]), layout.position_ids[None], 3)
+    with nta.patch(model):
+        mixer = model.model.layers[0].conv
+        with running(padded=True):
+            out = checkpoint(mixer, hidden, use_reentrant=False)
+        with running(row=row):
+            mixer(hidden)
+        with pytest.raises(RuntimeError, match="lengths of its sequences are not known"):
+            out.sum().backward()
 
 
 def test_heads_that_pass_no_lengths_compute_the_loss_of_each_sequence():

@@ -9,6 +9,8 @@ import torch
 from sweeps import covering
 from tiny import EVERY, LENGTHS
 from transformers import (
+    AutoConfig,
+    AutoModel,
     DataCollatorWithFlattening,
     DebertaV2Config,
     DebertaV2Model,
@@ -97,6 +99,38 @@ def test_classes_that_run_no_attention_by_name_are_refused(cls, config, name):
     model = cls(copy.deepcopy(config))
     model.set_attn_implementation(name)  # transformers ignores it
     assert not str(model.config._attn_implementation).startswith("nt_attention")
+
+
+REFUSED = {
+    "falcon_mamba": "FalconMambaModel does not run an attention implementation by name",
+    "fnet": "FNetModel does not run an attention implementation by name",
+    "longt5": "LongT5Model does not run an attention implementation by name",
+    "mamba": "MambaModel does not run an attention implementation by name",
+    "mamba2": "Mamba2Model does not run an attention implementation by name",
+    "xlstm": "xLSTMModel does not run an attention implementation by name",
+    "gpt_oss": r"GptOssModel runs flash attention only by one of 'kernels-community.*use .*register\(\), or call",
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_classes_that_run_no_flash_attention_of_ours_are_refused_by_that_name(model_type):
+    """transformers' own guard, for "flash_attention_2", does not see our name. Without attention, rows were mixed."""
+    name, config = "nt_attention/flash", AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        with pytest.raises(ValueError, match=f"{REFUSED[model_type]}.* nt_attention.patch"):
+            AutoModel.from_config(config, attn_implementation=name)
+        with pytest.raises(ValueError, match=REFUSED[model_type]):
+            AutoModel.from_config(config).set_attn_implementation(name)
+        AutoModel.from_config(AutoConfig.for_model("resnet"), attn_implementation=name)  # it takes no text
+
+
+def test_long_t5_refuses_packed_rows():
+    """Its local attention is its own, and takes no layout."""
+    sizes = {"vocab_size": 99, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = AutoModel.from_config(AutoConfig.for_model("longt5", **sizes), attn_implementation=nta.hf.register())
+    ids, positions = torch.arange(5, 13)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with pytest.raises(ValueError, match="layers that do not know where sequences begin"):
+        model(input_ids=ids, decoder_input_ids=ids, position_ids=positions)
 
 
 def test_classes_of_users_are_not_refused():

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import types
 import warnings
 
 import pytest
@@ -177,3 +178,12 @@ def test_silent_fallbacks_are_counted_without_a_warning():
         encoder(x, src_key_padding_mask=padding)
     assert handle.calls == {None: 1, "mask is neither None nor causal": 1}
     assert "1 call ran packed: 4 tokens in 6 positions, pad ratio 1.50 (33% skipped)" in str(handle)
+
+
+def test_errors_say_what_to_pass():
+    model = make("base")
+    holder = types.SimpleNamespace(model=model)
+    with pytest.raises(TypeError, match=r"must be an nn.Module, got SimpleNamespace. Pass its .model"):
+        nta.patch(holder)
+    with nta.patch(model), pytest.raises(ValueError, match="already patched, with other options: call remove"):
+        nta.patch(model, packing="always")

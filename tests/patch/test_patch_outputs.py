@@ -141,6 +141,16 @@ def test_model_that_cuts_its_rows_falls_back():
     ids = torch.randint(5, tiny.VOCABULARY, mask.shape).masked_fill(~mask, tiny.PAD)
     batch = {"input_ids": ids, "attention_mask": mask.long()}
     want = short(**batch).last_hidden_state
-    with nta.patch(short) as handle, pytest.warns(NotPackedWarning, match="ends at 96, but there are 80"):
+    with nta.patch(short) as handle, pytest.warns(NotPackedWarning, match="has 80 tokens, but the packed row has 96"):
         close(short(**batch).last_hidden_state, want)
     assert len(handle.calls) == 2
+
+
+def test_the_gradient_of_padded_logits_is_not_that_of_the_loss():
+    model, batch = make(), make_batch(labels=True)
+    with nta.patch(model):
+        out = model(**batch)
+        with pytest.warns(NotPackedWarning, match="without the loss"):
+            out.logits.retain_grad()
+        (out.loss + out.logits.sum()).backward()
+    assert torch.equal(out.logits.grad, torch.ones_like(out.logits.grad))

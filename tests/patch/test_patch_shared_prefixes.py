@@ -1,6 +1,7 @@
 """`patch(shared_prefixes=True)`: outputs, losses and gradients are those of packing without sharing."""
 
 import copy
+import gc
 
 import peft
 import pytest
@@ -174,12 +175,27 @@ def test_dropout_of_a_part_in_training():
     assert list(handle.prefixes.calls) == ["it has dropout, which would be the same in all rows that share a prefix"]
 
 
-def test_random_numbers_are_not_shared():
+def _in_a_fork(x):
+    """As trackers of tensor parallelism draw: the state of the generator is reset."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return torch.empty_like(x).normal_()
+
+
+DRAWS = {
+    "default": torch.rand_like,
+    "dropout": lambda x: nn.functional.dropout(torch.ones_like(x)),
+    "fork": _in_a_fork,
+    "fork, one number first": lambda x: torch.rand(1) + _in_a_fork(x),
+    "generator": lambda x: torch.rand(x.shape, generator=torch.Generator().manual_seed(1)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_random_numbers_are_not_shared(draw):
     """Noise of a hook, of a router, or of an activation. Then the call is as without sharing, and no more are tried."""
     model, batch = make(), batch_of()
-    model.model.layers[0].register_forward_hook(
-        lambda module, args, out: out + torch.rand_like(out) if module.training else out
-    )
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out + draw(out) if module.training else out)
     other = copy.deepcopy(model)
     nta.patch(other)
     handle = nta.patch(model, shared_prefixes=True)
@@ -191,6 +207,68 @@ def test_random_numbers_are_not_shared():
         torch.testing.assert_close(*outs)
     reason = "it draws random numbers, which would be the same in all rows that share a prefix"
     assert handle.prefixes.calls == {reason: 2}
+
+
+@pytest.mark.parametrize(("shares", "total"), [(True, 118), (False, 271)])
+@pytest.mark.parametrize("place", ["layers.0", "layers.1", "layers.1.mlp", "norm"])
+def test_values_of_each_row_fall_back(place, shares, total):
+    """A hook adds (B, 1, E). The call runs padded, with and without sharing."""
+    model, batch = make(), batch_of(labels=shares) | {"output_hidden_states": True}
+    rows = torch.randn(len(batch["input_ids"]), 1, 48)
+    model.model.get_submodule(place).register_forward_hook(lambda module, args, out: out + rows)
+    other = copy.deepcopy(model)
+    handle = nta.patch(model, shared_prefixes=shares, on_fallback="silent")
+    torch.testing.assert_close(solve(model, batch), solve(other, batch))
+    (reason,) = handle.calls.keys() - {None}
+    assert f"has 7 rows of {total} tokens, but the batch was packed as one row of {total}: a hook or a" in reason
+
+
+@pytest.mark.parametrize("keep", ["attribute", "list"])
+def test_losses_that_modules_keep_are_not_shared(keep):
+    """As the z-loss of a router, which the training loop adds to the loss."""
+    model, batch = make(), batch_of()
+
+    def keep_loss(module, args, out):
+        loss = out.square().mean()
+        module.losses.append(loss) if keep == "list" else setattr(module, "loss", loss)
+
+    for layer in model.model.layers:
+        layer.mlp.losses = []
+        layer.mlp.register_forward_hook(keep_loss)
+    other = copy.deepcopy(model)
+    nta.patch(other)
+    handle = nta.patch(model, shared_prefixes=True)
+    kept = []
+    for each in (model, other):
+        for _ in range(2):
+            each(**batch)
+        kept.append([getattr(layer.mlp, "losses" if keep == "list" else "loss") for layer in each.model.layers])
+    torch.testing.assert_close(*kept)
+    reason = "its modules keep values of tokens, such as a loss, which would count tokens that rows share once"
+    assert handle.prefixes.calls == {reason: 2}
+
+
+def test_gradients_scaled_by_frequency_are_not_shared():
+    model = make()
+    model.model.embed_tokens.scale_grad_by_freq = True
+    reason = "its embedding divides gradients by the number of tokens (scale_grad_by_freq=True)"
+    check(model, batch_of(), counts={reason: 1})
+
+
+def test_no_tensor_stays_after_a_call():
+    model = make().eval()
+    handle = nta.patch(model, shared_prefixes=True)
+    batch = batch_of() | {"output_hidden_states": True}
+    model(**batch)
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(x) for x in gc.get_objects() if issubclass(type(x), torch.Tensor)}
+        model(**batch)
+        left = [x.shape for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and id(x) not in before]
+    finally:
+        gc.enable()
+    assert (left, handle.prefixes.calls) == ([], {None: 2})
 
 
 def test_in_function_transforms_nothing_is_shared():
@@ -227,10 +305,13 @@ def test_compiled_models_share_nothing(what):
     assert handle.prefixes.calls == {"it or its layers are compiled": 1}
 
 
-def test_lora_without_dropout_shares():
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(make(), config)
-    check(model, batch_of())
+@pytest.mark.parametrize("adapter", [peft.LoraConfig, peft.LoHaConfig, peft.LoKrConfig])
+def test_adapters_without_dropout_share(adapter):
+    """LoHa and LoKr draw a number to decide whether an adapter runs, also if its rate of dropout is 0."""
+    config = adapter(target_modules=["q_proj", "v_proj"])
+    config.init_lora_weights = config.init_weights = False
+    model = peft.get_peft_model(make(), config).train()
+    check(model, batch_of(), batch_of())
 
 
 def test_lora_with_dropout_shares_nothing():

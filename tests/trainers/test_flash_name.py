@@ -12,6 +12,7 @@ from test_trl import saved as saved_llama
 from test_trl import sft
 from training import assert_same, run
 from transformers import (
+    AttentionInterface,
     BartConfig,
     BartModel,
     BertModel,
@@ -23,6 +24,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+from transformers.integrations import hub_kernels
+from transformers.integrations.flash_paged import paged_attention_forward
 from transformers.masking_utils import create_causal_mask
 
 import nt_attention.hf
@@ -100,6 +103,13 @@ def test_generation(packed):
     batches = model.generate_batch(PROMPTS, greedy, few)
     assert [each.generated_tokens for each in batches.values()] == want
     assert (3, 10) in packed
+
+
+def test_the_name_of_continuous_batching_in_older_versions():
+    """Up to 5.17 at least, it sets "paged|" before the name, and loads the functions with its own wrapper."""
+    paged = f"paged|{NAME}"
+    assert hub_kernels.load_and_register_attn_kernel(paged, paged_attention_forward) is flash_attn
+    assert AttentionInterface()[paged] is paged_attention_forward
 
 
 def test_attention_without_nn_linear():

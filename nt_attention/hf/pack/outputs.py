@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 from ...compiler import outside_of_graphs
 from ...torch_private import is_transformed, pytree
 from .. import families
+from ..route.packed_row import why_no_row
 from .packing import Packing
 from .padded_on_read import Padding
 from .small_batches import PaddedPacking
@@ -100,7 +101,7 @@ def _check_form(name: str, value: Any, token_shape: tuple[int, int]) -> None:
     for part in _tensors_of(value):
         has_tokens = isinstance(part, Tensor) and part.dim() == 3 and name in families.TOKEN_OUTPUTS
         if has_tokens and part.shape[:2] != token_shape:
-            raise UnknownOutputError(f"its output {name!r} has {part.shape[1]} tokens, but the row has {total}")
+            raise UnknownOutputError(why_no_row(f"its output {name!r}", part.shape[0], part.shape[1], total))
         unknown = isinstance(part, dict | list | tuple)  # a subclass that pytrees do not open
         if isinstance(part, Tensor) and part.shape[:2] != (1, total):
             unknown = total in part.shape or part.numel() % max(total, 1) == 0 < part.dim()

@@ -223,6 +223,15 @@ def _kept_row(hidden: Tensor) -> PackedRow | None:
     return _UNKNOWN if is_transformed() else getattr(_storage(hidden), "row", _UNKNOWN)
 
 
+def _keep_row(hidden: Tensor, row: PackedRow | None) -> None:
+    """Let the storage of hidden states keep the row, for a checkpoint around an island alone.
+
+    If calls with different rows have the same hidden states, it keeps none.
+    """
+    if not is_transformed():
+        _storage(hidden).row = row if getattr(_storage(hidden), "row", row) is row else _UNKNOWN
+
+
 def _row_of(module: nn.Module, hidden: Tensor | None) -> PackedRow | None:
     """The row that such a module runs in. None if the batch is padded.
 
@@ -230,6 +239,8 @@ def _row_of(module: nn.Module, hidden: Tensor | None) -> PackedRow | None:
         RuntimeError: it is computed again in the backward, and nothing says which sequences the row has.
     """
     row = current_row()
+    if hidden is not None and backward_id() == -1:
+        _keep_row(hidden, _UNKNOWN if row is None and not runs_padded() else row)
     if row is not None or hidden is None or backward_id() == -1 or runs_padded():
         return row
     row = _kept_row(hidden)

@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..._warnings import warn
+from ...patching.handle import NotPackedWarning
 from ...torch_private import disabled_torch_function, make_wrapper, pytree, to_copy
 
 
@@ -103,6 +105,14 @@ class PaddedOnRead(Tensor):
             if source is not None:
                 return PaddedOnRead(source)
         return func(*pytree.tree_map_only(cls, _values, args), **pytree.tree_map_only(cls, _values, kwargs))
+
+    def retain_grad(self) -> None:
+        warn(
+            "this output is padded when it is read, and the loss is computed from the packed one: its .grad is that of "
+            "what your code computes from it, without the loss.",
+            NotPackedWarning,
+        )
+        super().retain_grad()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(plain(self), memo)

@@ -11,7 +11,7 @@ Dimensions: T tokens of the packed row, R rows of the tree, E the width of hidde
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,15 @@ from ...torch_private import has_compiled_call, inside_compiled, is_transformed
 from .. import families
 from ..plan import Plan
 from ..route.packed_mask import bypass_mask
-from ..route.packed_row import PackedRow, counts_positions, running
+from ..route.packed_row import PackedRow, counts_positions, running, why_no_row
 from ..route.rope import scales_by_length
 from .outputs import UnknownOutputError
+from .side_effects import KeptValues, WatchedDraws
 
 MIN_SHARED = 32  # tokens
 IS_COMPILED = "it or its layers are compiled"
 _IS_RANDOM = "it draws random numbers, which would be the same in all rows that share a prefix"
+_KEEPS = "its modules keep values of tokens, such as a loss, which would count tokens that rows share once"
 LEAST_SAVED = 0.05  # of all tokens; with less, finding prefixes and repeating rows takes longer
 _SHARE_LITTLE = "its rows share too little"
 _NO_IDS = "it has no input_ids, or positions with axes"
@@ -71,40 +73,36 @@ def _begin_alike(first: Tensor) -> bool:
     return rows.shape[1] >= MIN_SHARED and len({row.tobytes() for row in rows}) < len(rows)
 
 
-# Base models that drew random numbers with shared prefixes → whether a part of them was in training then.
-_random: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()
+# Base models → how they ran (`_kind_of_call`) → why they do not share any more, which a shared call has shown.
+_refused: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
+
+
+def _kind_of_call(modules: list[nn.Module]) -> Hashable:
+    return any(module.training for module in modules), torch.is_grad_enabled()
 
 
 @outside_of_graphs
 def run_shared(counts: PrefixCounts, base: nn.Module, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Run the original forward of a base model on a packed row (1, T), with shared prefixes if that is possible.
 
-    If it draws random numbers, such as the noise of a router, it runs again without sharing.
+    If it draws random numbers, such as the noise of a router, or keeps values of tokens, such as a loss of a router, it
+    runs again without sharing.
     """
     tree = None if is_transformed() else _tree_of(base, arguments)
     if isinstance(tree, TreeLayout):
-        device = arguments["input_ids"].device
-        states = _random_states(device)
-        out = _run_on_tree(tree, original, arguments)
-        if all(map(torch.equal, states, _random_states(device))):
+        modules = list(base.modules())
+        kept, draws = KeptValues(modules), WatchedDraws(arguments["input_ids"].device)
+        with draws:
+            out = _run_on_tree(tree, original, arguments)
+        reason = _IS_RANDOM if draws.has_drawn else _KEEPS if kept.are_new else None
+        if reason is None:
             counts.add(None, int(arguments["input_ids"].shape[1]), tree.total)
             return out
-        torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], device)
-        _random.setdefault(base, set()).add(_has_training_part(base))
-        tree = _IS_RANDOM
+        draws.restore()
+        kept.restore()
+        tree = _refused.setdefault(base, {})[_kind_of_call(modules)] = reason
     counts.add(tree or "a function transform runs it")
     return original(**arguments)
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    """The states of the generators, which are on the host."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _has_training_part(base: nn.Module) -> bool:
-    return any(module.training for module in base.modules())
 
 
 def _run_on_tree(tree: TreeLayout, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -120,16 +118,21 @@ def _run_on_tree(tree: TreeLayout, original: Callable[..., Any], arguments: dict
             "max_length_q": tree.max_seqlen,
             "max_length_k": tree.max_seqlen,
         })  # fmt: skip
-
-    def expand(values: Any) -> Any:
-        return tree.expand(values[0]).unsqueeze(0) if isinstance(values, Tensor) else tuple(map(expand, values))
-
     for name, value in out.items():
         if name in _OUTPUTS:
-            out[name] = expand(value)
+            out[name] = _expand(tree, name, value)
         elif value is not None:
             raise UnknownOutputError(f"its output {name} can't be expanded from shared prefixes")
     return out
+
+
+def _expand(tree: TreeLayout, name: str, value: Any) -> Any:
+    """The values (1, R, …) of all rows: (1, T, …) → (1, R, …), of a tensor or each in a tuple."""
+    if not isinstance(value, Tensor):
+        return tuple(_expand(tree, name, x) for x in value)
+    if value.shape[:2] != (1, tree.total):
+        raise UnknownOutputError(why_no_row(f"its output {name!r}", value.shape[0], value.shape[1], tree.total))
+    return tree.expand(value[0]).unsqueeze(0)
 
 
 def _tree_of(base: nn.Module, arguments: dict[str, Any]) -> TreeLayout | str:
@@ -149,10 +152,12 @@ def _tree_of(base: nn.Module, arguments: dict[str, Any]) -> TreeLayout | str:
         return _NO_IDS
     if any(getattr(x, "is_causal", True) is False for x in modules):
         return "its attention is not causal any more"
+    if any(isinstance(x, nn.Embedding) and x.scale_grad_by_freq for x in modules):
+        return "its embedding divides gradients by the number of tokens (scale_grad_by_freq=True)"
     if any(map(_drops, modules)):
         return "it has dropout, which would be the same in all rows that share a prefix"
-    if _has_training_part(base) in _random.get(base, ()):
-        return _IS_RANDOM
+    if reason := _refused.get(base, {}).get(_kind_of_call(modules)):
+        return reason
     row, positions = arguments["input_ids"][0], arguments["position_ids"][0]
     tree = TreeLayout.from_prefixes(row.long() + (positions.long() << 32), layout, MIN_SHARED, sort=True)
     return _SHARE_LITTLE if tree.total > (1 - LEAST_SAVED) * layout.total else tree

@@ -30,12 +30,14 @@ from ...kernels.masks import Window, distances
 from ...layouts.known import SequenceLayout
 from ...layouts.protocol import Layout
 from ...layouts.reading import owner_of
+from ...layouts.tree import TreeLayout
 from ...patching.forwards import is_context_parallel
+from ...torch_private import without_torch_function_modes
 from ..transformers_private import supports_sdpa
 from . import masks, positions
 from .dropout import rate_of
 from .packed_mask import CannotMaskError, PackedMask, is_bypass_mask
-from .packed_row import SmallCall, current_row, small_call_of
+from .packed_row import SmallCall, current_row, small_call_of, why_no_row
 
 Layouts = tuple[Layout, Layout]  # of the queries and of the keys, over all B rows concatenated
 
@@ -218,9 +220,10 @@ def _layouts_of_patch(call: _AttentionCall, mask: Tensor | None, offsets: Tensor
     layout: Any = None if mask is None else owner_of(mask)
     if layout is None:  # the mask was copied
         layout = owner_of(offsets) if is_sharded else SequenceLayout.from_offsets(offsets)
-    for what, tokens in (("queries", call.query), ("keys", call.key)):
+    for what, tokens in (("the query", call.query), ("the key", call.key)):
         if layout.total != tokens.shape[0] * tokens.shape[2]:
-            raise OtherLengthError(f"its packed row ends at {layout.total}, but there are {tokens.shape[2]} {what}")
+            message = why_no_row(f"{what} of its attention", tokens.shape[0], tokens.shape[2], layout.total)
+            raise OtherLengthError(message)
     return layout, layout
 
 
@@ -275,6 +278,13 @@ def _layouts_of_positions(
 
 
 def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Tensor:
+    if not isinstance(layout, TreeLayout):
+        return _run_rows(call, layout, key_layout)
+    with without_torch_function_modes():  # `WatchedDraws` runs, which slows down every call of torch
+        return _run_rows(call, layout, key_layout)
+
+
+def _run_rows(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
     if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
         raise ValueError(

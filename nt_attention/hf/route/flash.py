@@ -27,6 +27,7 @@ from .running_call import running_call
 
 FLASH_NAME = "nt_attention/flash"
 _LEFT_OUT = ("position_bias", "s_aux", "sinks", "indices", "block_indices")
+_PAGED = "paged|"
 _ADVICE = "use attn_implementation=nt_attention.hf.register() instead."
 
 
@@ -118,8 +119,15 @@ def _wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
         setattr(module, name, functools.wraps(original)(functools.partial(wrapper, original)))
 
 
-def _load_functions(original: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    return flash_attn if name == FLASH_NAME else original(name, *args, **kwargs)
+def _load_functions(
+    original: Callable[..., Any], name: str, wrapper: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    if name.removeprefix(_PAGED) != FLASH_NAME:
+        return original(name, wrapper, *args, **kwargs)
+    if name.startswith(_PAGED):  # set by continuous batching of older versions, such as 5.17
+        AttentionInterface.register(name, wrapper or attention)
+        AttentionMaskInterface.register(name, flash_attention_mask)
+    return flash_attn
 
 
 def _target_dtype(original: Callable[..., Any], query: Tensor, module: nn.Module) -> torch.dtype | None:

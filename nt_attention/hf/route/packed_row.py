@@ -182,6 +182,19 @@ class running:
         _swap(self.attributes)
 
 
+def why_no_row(what: str, rows: int, tokens: int, total: int) -> str:
+    """Why a tensor with these dimensions is not the packed row of `total` tokens any more."""
+    if rows != 1:
+        return (
+            f"{what} has {rows} rows of {tokens} tokens, but the batch was packed as one row of {total}: a hook or a "
+            "module has added values that have a row for each sequence"
+        )
+    return (
+        f"{what} has {tokens} tokens, but the packed row has {total}: a hook or a module has cut the row or added "
+        "tokens to it"
+    )
+
+
 def counts_positions(module: nn.Module) -> bool:
     """Whether a module embeds positions that it counts along the row, as in BART and M2M-100."""
     if "Positional" not in type(module).__name__:

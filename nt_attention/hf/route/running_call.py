@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ...layouts.protocol import Layout
 from ...torch_private import buffers_of, parameters_of
 from .. import families
-from ..transformers_private import asks_for_attention, attention_of, can_set_attention
+from ..transformers_private import asks_for_attention, attention_of, can_set_attention, flash_implementations
 from . import positions
 from .hand_packed import layout_of_lengths, mixed_rows_error
 from .packed_mask import PackedMask, is_bypass_mask
@@ -156,7 +156,7 @@ _OURS = "nt_attention"
 # Models with layers that mix the sequences of a row, or count along it, whatever attention does.
 MIX_ROWS = frozenset({
     "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text",
-    "inkling_text", "jamba", "kimi_linear", "lfm3", "llama4_text", "minimax", "mobilebert", "nemotron_h",
+    "inkling_text", "jamba", "kimi_linear", "lfm3", "llama4_text", "longt5", "minimax", "mobilebert", "nemotron_h",
     "recurrent_gemma", "switch_transformers", "zamba", "zamba2", "zaya",
 })  # fmt: skip
 # Models whose layers need cu_seq_lens_q. They raise an error if they lack a package to use it.
@@ -177,16 +177,28 @@ NOT_SUPPORTED = frozenset({"glm_moe_dsa"})
 def refuse_unused(model: Any, name: Any) -> None:
     """Refuse our attention for a class of transformers that would not run it, and would mix the sequences of a row.
 
+    Classes without any attention have no guard but that of flash attention, so only that name is refused, and not for
+    parts of a model that take no text, such as convolutions over images. `patch` sets the other names.
+
     Raises:
-        ValueError: its layers ask for no attention implementation.
+        ValueError: its layers ask for no attention implementation, or it runs only other ones for flash attention.
     """
     if not isinstance(name, str) or not name.startswith(_OURS):
         return
-    cls = families.class_of(model)
-    if cls.__module__.startswith("transformers.") and not (can_set_attention(cls) or asks_for_attention(cls)):
+    cls: Any = families.class_of(model)
+    is_flash = "flash" in name
+    may_be_set = can_set_attention(cls) and not (is_flash and cls.main_input_name == "input_ids")
+    is_run = (may_be_set or asks_for_attention(cls)) and not (is_flash and model.config.model_type == "longt5")
+    if cls.__module__.startswith("transformers.") and not is_run:  # LongT5 runs it in its decoder only
         raise ValueError(
-            f"{cls.__name__} does not run an attention implementation by name, so {name!r} would do nothing: leave "
-            "attn_implementation out, and call nt_attention.patch(model)."
+            f"{cls.__name__} does not run an attention implementation by name, so {name!r} would do nothing, and rows "
+            "packed by hand would be mixed: leave attn_implementation out, and call nt_attention.patch(model)."
+        )
+    listed = flash_implementations(model)
+    if is_flash and listed and name not in listed:  # transformers would load one of these in its place
+        raise ValueError(
+            f"{cls.__name__} runs flash attention only by one of {', '.join(map(repr, listed))}, not by {name!r}: use "
+            "attn_implementation=nt_attention.hf.register(), or call nt_attention.patch(model)."
         )
 
 

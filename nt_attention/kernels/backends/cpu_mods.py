@@ -49,7 +49,7 @@ class SavedMods:
     def with_seed(self, seed: Tensor | None) -> Tensor:
         """What the forward has written, after a seed (2,) int64, as uint8."""
         first = torch.zeros(2, dtype=torch.int64) if seed is None else seed
-        return torch.cat([first.view(torch.uint8), *map(torch.from_numpy, self._written)])
+        return torch.from_numpy(np.concatenate([first.view(torch.uint8).numpy(), *self._written]))
 
     def mask_of(self, tiles: TileGroup) -> Tensor:
         """The result of mask_mod for tiles, bool, (n or 1, H or 1, L, S)."""
