@@ -312,7 +312,7 @@ NOT_ROUTED_CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", families.OWN_ATTENTION.keys() - {"wavlm"})
+@pytest.mark.parametrize("kind", sorted(families.OWN_ATTENTION.keys() - {"wavlm"}))
 def test_models_that_do_not_use_the_attention_interface_are_refused(kind):
     sizes = {} if kind == "xlnet" else {**SIZES, "num_hidden_layers": 1}
     model = AutoModel.from_config(
