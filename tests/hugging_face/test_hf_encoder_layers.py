@@ -187,7 +187,7 @@ def test_packing_works_on_the_layers_and_their_results_are_zero_at_padding():
         for layer in model.wav2vec2.encoder.layers:
             layer.feed_forward.register_forward_hook(lambda _, args, out: shapes.append(out.shape))
         out = model(**inputs, output_hidden_states=True)
-    assert shapes == [(1, int(mask.sum()), 32)] * 3
+    assert shapes[-3:] == [(1, int(mask.sum()), 32)] * 3  # those before are of the comparison
     assert all((state[~mask] == 0).all() for state in out.hidden_states[1:-1])
 
 
@@ -295,9 +295,8 @@ def test_holes_between_tokens():
     mask = inputs["pixel_attention_mask"].bool()
     with torch.no_grad():
         want = model(**inputs)
-        with nta.patch(model, on_fallback="raise") as handle:
+        with nta.patch(model), pytest.warns(NotPackedWarning, match="its rows have padding between tokens"):
             check(model(**inputs), want, mask)
-    assert handle.calls == {None: 1}
 
 
 PADDED = {

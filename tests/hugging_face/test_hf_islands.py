@@ -123,12 +123,12 @@ def test_shared_prefixes_run_whole_sequences_in_modules_with_a_state(name):
 def test_only_the_modules_with_a_state_see_padding(name):
     model = new(name)
     shapes = {}
+    nta.patch(model, packing="always")
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(
                 lambda _, args, path=path: shapes.setdefault(path, []).append(args[0].shape)
             )
-    nta.patch(model, packing="always")
     lengths = (23, 22, 21, 3, 3, 2)
     model(**batch_of(lengths))
     rows = {path: sum(shape[:2].numel() for shape in seen) for path, seen in shapes.items()}

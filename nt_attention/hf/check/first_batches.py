@@ -316,7 +316,8 @@ class _Comparison:
     def _compare_losses(self, padded: Any) -> str | None:
         """Compare the loss of the rows that were chosen."""
         want, call = padded.get("loss"), self.call
-        if want is None or call.entry.head not in ("token", "next token") or self._ignores_labels:
+        heads = ("token", "next token")
+        if want is None or call.entry.head not in heads or self._ignores_labels or call.entry.plan.reads_padding:
             return None
         call = replace(call, arguments=pick(call, self.rows))
         if call.packing is None or all(x.saves_nothing for x in call.packings) or not bool(want.isfinite()):

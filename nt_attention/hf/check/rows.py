@@ -151,7 +151,8 @@ def device_of(model: nn.Module) -> torch.device:
 def run(model: Any, rows: Rows, inside: bool = False) -> dict[str, Tensor]:
     """What a model gives for a padded batch, see `Rows.values`. `inside`: its call is running, so run its `forward`."""
     seed_all(0)
-    options = {"return_dict": True} if "return_dict" in inspect.signature(model.forward).parameters else {}
+    names = inspect.signature(model.forward).parameters
+    options = {name: name == "return_dict" for name in ("return_dict", "use_cache") if name in names}
     out = (model.forward if inside else model)(**rows.inputs, **options)
     if not isinstance(out, Mapping):
         raise TypeError(f"it returns a {type(out).__name__}, not outputs by name")
