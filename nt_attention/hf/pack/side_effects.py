@@ -47,6 +47,11 @@ class WatchedDraws(TorchFunctionMode):
         """Whether numbers were drawn, by functions in `DRAWS` or by others, such as dropout."""
         return self._has_drawn or not all(map(torch.equal, self._expected, self._states()))
 
+    @property
+    def has_drawn_one(self) -> bool:
+        """Whether single numbers were drawn."""
+        return self._expected is not self._before
+
     def restore(self) -> None:
         """Set the generators back to their states before."""
         torch.set_rng_state(self._before[0])
