@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..pack.side_effects import DRAWS
+from ..pack.side_effects import RANDOM_FUNCTIONS
 from ..route import dropout
 
 _DROPOUT = {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
@@ -96,7 +96,7 @@ class _Constant(TorchFunctionMode):
         if (
             kwargs.get("generator") is None
             and isinstance(out, Tensor)
-            and (DRAWS.fullmatch(name) or name in _WITH_DRAWS)
+            and (RANDOM_FUNCTIONS.fullmatch(name) or name in _WITH_DRAWS)
         ):
             self.draws.any = True
             self.draws.examine(name.strip("_"), out)
