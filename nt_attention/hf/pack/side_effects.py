@@ -79,7 +79,8 @@ class StoredValues:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         values = self._values()
-        self._lists = [(x, x.copy()) for x in values if isinstance(x, list | dict | deque)]
+        self._tables = [(x, x.copy()) for module in self._modules for x in (vars(module), buffers_of(module))]
+        self._lists = [(x, x.copy()) for x in _containers(values)]
         self._known = {id(x): x for x in _computed(values)}
 
     def _values(self) -> list[Any]:
@@ -97,13 +98,29 @@ class StoredValues:
         return any(id(x) not in self._known for x in _computed(self._values()))
 
     def restore(self) -> None:
-        """Give lists and dictionaries the values before. Attributes are written again by the next call."""
+        """Give attributes, buffers, lists and dictionaries the values before."""
+        for table, attributes in self._tables:
+            for name in table.keys() - attributes.keys():
+                del table[name]
+            table.update(attributes)
         for x, before in self._lists:
             x.clear()
             x.update(before) if isinstance(x, dict) else x.extend(before)
 
 
-def _computed(values: Iterable[Any], depth: int = 2) -> Iterator[Tensor]:
+_DEPTH = 3  # of lists and dictionaries in an attribute
+
+
+def _containers(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
+    """The lists and dictionaries in these values, and in each other."""
+    for x in values:
+        if depth and isinstance(x, list | tuple | deque | dict):
+            if not isinstance(x, tuple):
+                yield x
+            yield from _containers(x.values() if isinstance(x, dict) else x, depth - 1)
+
+
+def _computed(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Tensor]:
     """The tensors with a graph of gradients in these values, and in lists and dictionaries up to this depth."""
     for x in values:
         if isinstance(x, Tensor):
