@@ -125,7 +125,6 @@ dispatch_modes = _find("torch.utils._python_dispatch._get_current_dispatch_mode_
 without_dispatch_modes = _find("torch.utils._python_dispatch._disable_current_modes")
 is_transformed = _find("torch._C._are_functorch_transforms_active")
 without_transforms = _find("torch._C._DisableFuncTorch")
-without_torch_function_modes = _find("torch._C.DisableTorchFunction")  # and without that of subclasses
 without_torch_function = _find("torch._C.DisableTorchFunctionSubclass")
 is_mapped = _find("torch._C._functorch.is_batchedtensor")  # whether torch.vmap maps over a dimension
 is_legacy_mapped = _find("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: False)

@@ -223,17 +223,22 @@ def test_values_of_each_row_fall_back(place, shares, total):
     assert f"has 7 rows of {total} tokens, but the batch was packed as one row of {total}: a hook or a" in reason
 
 
-@pytest.mark.parametrize("keep", ["attribute", "list"])
+@pytest.mark.parametrize("keep", ["attribute", "list", "sum", "nested"])
 def test_losses_that_modules_keep_are_not_shared(keep):
     """As the z-loss of a router, which the training loop adds to the loss."""
     model, batch = make(), batch_of()
 
     def keep_loss(module, args, out):
         loss = out.square().mean()
-        module.losses.append(loss) if keep == "list" else setattr(module, "loss", loss)
+        if keep == "attribute":
+            module.loss = loss
+        elif keep == "sum":  # over calls
+            module.loss = getattr(module, "loss", 0) + loss
+        else:
+            module.losses["z"].append(loss if keep == "list" else (loss,))
 
     for layer in model.model.layers:
-        layer.mlp.losses = []
+        layer.mlp.losses = {"z": []}
         layer.mlp.register_forward_hook(keep_loss)
     other = copy.deepcopy(model)
     nta.patch(other)
@@ -242,7 +247,7 @@ def test_losses_that_modules_keep_are_not_shared(keep):
     for each in (model, other):
         for _ in range(2):
             each(**batch)
-        kept.append([getattr(layer.mlp, "losses" if keep == "list" else "loss") for layer in each.model.layers])
+        kept.append([layer.mlp.losses["z"] or layer.mlp.loss for layer in each.model.layers])
     torch.testing.assert_close(*kept)
     reason = "its modules keep values of tokens, such as a loss, which would count tokens that rows share once"
     assert handle.prefixes.calls == {reason: 2}

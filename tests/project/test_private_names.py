@@ -64,7 +64,7 @@ PRIVATE = {string.rpartition(".")[2] for string in STRINGS} | READ | OVERRIDDEN
 
 def test_they_are_few():
     counted = PRIVATE - OF_ACCELERATE - PATTERNS
-    assert len(counted) <= 80, sorted(counted)
+    assert len(counted) <= 79, sorted(counted)
 
 
 def test_no_other_file_has_one():

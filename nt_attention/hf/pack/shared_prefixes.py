@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from ..route.packed_mask import bypass_mask
 from ..route.packed_row import PackedRow, counts_positions, running, why_no_row
 from ..route.rope import scales_by_length
 from .outputs import UnknownOutputError
-from .side_effects import KeptValues, WatchedDraws
+from .side_effects import RandomNumbers, StoredValues
 
 MIN_SHARED = 32  # tokens
 IS_COMPILED = "it or its layers are compiled"
@@ -75,6 +76,8 @@ def _begin_alike(first: Tensor) -> bool:
 
 # Base models → how they ran (`_kind_of_call`) → why they do not share any more, which a shared call has shown.
 _refused: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
+# Base models → how they ran (`_kind_of_call`) in shared calls that made no random number.
+_without_random: weakref.WeakKeyDictionary[nn.Module, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
 def _kind_of_call(modules: list[nn.Module]) -> Hashable:
@@ -91,16 +94,21 @@ def run_shared(counts: PrefixCounts, base: nn.Module, original: Callable[..., An
     tree = None if is_transformed() else _tree_of(base, arguments)
     if isinstance(tree, TreeLayout):
         modules = list(base.modules())
-        kept, draws = KeptValues(modules), WatchedDraws(arguments["input_ids"].device)
-        with draws:
+        stored = StoredValues(modules if torch.is_grad_enabled() else ())
+        random = RandomNumbers(arguments["input_ids"].device)
+        without_random, kind = _without_random.setdefault(base, set()), _kind_of_call(modules)
+        # Watching slows down every function of torch. Later calls only compare the states of generators.
+        with nullcontext() if kind in without_random else random:
             out = _run_on_tree(tree, original, arguments)
-        reason = _IS_RANDOM if draws.has_drawn else _KEEPS if kept.are_new else None
+        reason = _IS_RANDOM if random.are_new else _KEEPS if stored.are_new else None
         if reason is None:
+            if not random.has_single:
+                without_random.add(kind)
             counts.add(None, int(arguments["input_ids"].shape[1]), tree.total)
             return out
-        draws.restore()
-        kept.restore()
-        tree = _refused.setdefault(base, {})[_kind_of_call(modules)] = reason
+        random.restore()
+        stored.restore()
+        tree = _refused.setdefault(base, {})[kind] = reason
     counts.add(tree or "a function transform runs it")
     return original(**arguments)
 

@@ -1,4 +1,4 @@
-"""Notices what a call of a model does beside its output: random numbers for tokens, and values that modules keep."""
+"""Notices what a call of a model does beside its output: random numbers for tokens, and values that modules store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...torch_private import buffers_of
 
-DRAWS = re.compile(
+RANDOM_FUNCTIONS = re.compile(
     "rand|randn|randint|(rand|randn|randint)_like|randperm|normal|(uniform|normal|log_normal|exponential|geometric"
     "|cauchy|random)_|bernoulli_?|multinomial|poisson|binomial"
 )
@@ -21,10 +21,10 @@ DRAWS = re.compile(
 _OF_TORCH = vars(nn.Module()).keys()
 
 
-class WatchedDraws(TorchFunctionMode):
+class RandomNumbers(TorchFunctionMode):
     """A context that notices random numbers for tokens, also if the state of the generator is reset after them.
 
-    A single number is none of tokens: it is the same for all rows of a packed batch. PEFT's LoHa and LoKr draw one to
+    A single number is none of tokens: it is the same for all rows of a packed batch. PEFT's LoHa and LoKr make one to
     decide whether an adapter runs.
 
     Args:
@@ -35,7 +35,7 @@ class WatchedDraws(TorchFunctionMode):
         super().__init__()
         self._device = device
         self._before = self._expected = self._states()
-        self._has_drawn = False
+        self._are_new = False
 
     def _states(self) -> list[Tensor]:
         """The states of the generators, which are on the host."""
@@ -43,9 +43,14 @@ class WatchedDraws(TorchFunctionMode):
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
     @property
-    def has_drawn(self) -> bool:
-        """Whether numbers were drawn, by functions in `DRAWS` or by others, such as dropout."""
-        return self._has_drawn or not all(map(torch.equal, self._expected, self._states()))
+    def are_new(self) -> bool:
+        """Whether the call made some for tokens, by `RANDOM_FUNCTIONS` or by other functions, such as dropout."""
+        return self._are_new or not all(map(torch.equal, self._expected, self._states()))
+
+    @property
+    def has_single(self) -> bool:
+        """Whether the call made a single number."""
+        return self._expected is not self._before
 
     def restore(self) -> None:
         """Set the generators back to their states before."""
@@ -54,19 +59,19 @@ class WatchedDraws(TorchFunctionMode):
             torch.cuda.set_rng_state(self._before[1], self._device)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not DRAWS.fullmatch(getattr(function, "__name__", "")):
+        if not RANDOM_FUNCTIONS.fullmatch(getattr(function, "__name__", "")):
             return function(*args, **(kwargs or {}))
-        self._has_drawn = self.has_drawn
+        self._are_new = self.are_new
         out = function(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.numel() == 1 and out.is_floating_point():
             self._expected = self._states()
         else:
-            self._has_drawn = True
+            self._are_new = True
         return out
 
 
-class KeptValues:
-    """Notices tensors with a graph of gradients that modules keep, such as losses of routers.
+class StoredValues:
+    """Notices tensors with a graph of gradients that modules store, such as losses of routers.
 
     They are in attributes, in buffers, or in lists and dictionaries of the user that are attributes.
     """
@@ -74,7 +79,8 @@ class KeptValues:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         values = self._values()
-        self._lists = [(x, x.copy()) for x in values if isinstance(x, list | dict | deque)]
+        self._tables = [(x, x.copy()) for module in self._modules for x in (vars(module), buffers_of(module))]
+        self._lists = [(x, x.copy()) for x in _containers(values)]
         self._known = {id(x): x for x in _computed(values)}
 
     def _values(self) -> list[Any]:
@@ -92,13 +98,29 @@ class KeptValues:
         return any(id(x) not in self._known for x in _computed(self._values()))
 
     def restore(self) -> None:
-        """Give lists and dictionaries the values before. Attributes are written again by the next call."""
+        """Give attributes, buffers, lists and dictionaries the values before."""
+        for table, attributes in self._tables:
+            for name in table.keys() - attributes.keys():
+                del table[name]
+            table.update(attributes)
         for x, before in self._lists:
             x.clear()
             x.update(before) if isinstance(x, dict) else x.extend(before)
 
 
-def _computed(values: Iterable[Any], depth: int = 2) -> Iterator[Tensor]:
+_DEPTH = 3  # of lists and dictionaries in an attribute
+
+
+def _containers(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
+    """The lists and dictionaries in these values, and in each other."""
+    for x in values:
+        if depth and isinstance(x, list | tuple | deque | dict):
+            if not isinstance(x, tuple):
+                yield x
+            yield from _containers(x.values() if isinstance(x, dict) else x, depth - 1)
+
+
+def _computed(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Tensor]:
     """The tensors with a graph of gradients in these values, and in lists and dictionaries up to this depth."""
     for x in values:
         if isinstance(x, Tensor):

@@ -30,9 +30,7 @@ from ...kernels.masks import Window, distances
 from ...layouts.known import SequenceLayout
 from ...layouts.protocol import Layout
 from ...layouts.reading import owner_of
-from ...layouts.tree import TreeLayout
 from ...patching.forwards import is_context_parallel
-from ...torch_private import without_torch_function_modes
 from ..transformers_private import supports_sdpa
 from . import masks, positions
 from .dropout import rate_of
@@ -278,13 +276,6 @@ def _layouts_of_positions(
 
 
 def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Tensor:
-    if not isinstance(layout, TreeLayout):
-        return _run_rows(call, layout, key_layout)
-    with without_torch_function_modes():  # `WatchedDraws` runs, which slows down every call of torch
-        return _run_rows(call, layout, key_layout)
-
-
-def _run_rows(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
     if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
         raise ValueError(
