@@ -121,7 +121,8 @@ class _Patch:
         if self.handle.prefixes is not None:
             self.handle.prefixes.add_model(self.model, "its layers pack by themselves")
         layers = FirstBatchesOfLayers(self.handle.check)
-        done = self._changed([f"each {' and '.join(kinds_of_layers(self.model))} packed", "checked at its first call"])
+        kinds = " and ".join(kinds_of_layers(self.model))
+        done = self._changed([f"each {kinds} packed if its mask hides padding", "checked at its first call"])
         pack_layers(self.model, self.handle, layers)
         return done
 
@@ -147,7 +148,8 @@ class _Patch:
             not_routed = families.why_not_routed(model)
             alone = _ALONE if attention_modules(model) else _WITHOUT_ATTENTION
             advice = alone if not_routed is None else f"It {not_routed}. {_REWRITE}"
-            return self.skip(f"can't be packed: {found.reason} ({found.how}). {advice}", look_inside=True)
+            may_look = any(families.may_pack(part) for part in _parts_of(model))
+            return self.skip(f"can't be packed: {found.reason} ({found.how}). {advice}", look_inside=may_look)
         if handle.mesh is not None and (reason := _why_not_sharded(model, plan)) is not None:
             return self.skip(f"can't be divided over the ranks of a mesh: {reason}")
         how = ["packed at the entry, padded at the exit"]

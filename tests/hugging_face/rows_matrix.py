@@ -3,14 +3,9 @@
     python tests/hugging_face/rows_matrix.py [TYPE ...] [--encoders] [--jobs N] [--write FILE]
 
 Each class runs as a small model (`tools/small_models.py`) on the CPU, in float64 if it can. Each run is compared with
-each sequence alone, run by the class without nt_attention. The outcomes are "right", "refused: REASON", "takes none: ERROR"
-(Python or transformers refuses the argument), and "WRONG: OUTPUT". They are kept in `rows_outcomes.json`, from which
-`tools/supported_models.py` makes tables for docs/reference/hugging_face.md.
-
-With `--encoders`, it runs the classes for audio, images and time series that take a mask of padding, on padded batches,
-and compares their outputs at tokens with those of the unpatched class.
-
-Dimensions: B rows, L positions in a row, T tokens of a packed row.
+each sequence alone, run by the class without nt_attention. The outcomes are "right", "refused: REASON",
+"takes none: ERROR" (Python or transformers refuses the argument), and "WRONG: OUTPUT". They are kept in
+`rows_outcomes.json`, from which `tools/supported_models.py` makes tables for docs/reference/hugging_face.md.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
+from nt_attention.hf.check import plans
 from nt_attention.hf.pack.padded_modules import MOST_PADDED, group_by_length
 from nt_attention.hf.route.packed_row import PackedRow, running
 from nt_attention.patching.handle import NotPackedWarning
@@ -154,6 +156,7 @@ def test_with_a_kernel_for_states_that_knows_sequences_nothing_is_padded(monkeyp
 
     by_sequence.__module__ = module.__name__
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", by_sequence)
+    monkeypatch.setattr(plans, "_kept", {})  # the function of a Python module is no part of a model
     model = new("qwen3_5_text")
     patched = copy.deepcopy(model)
     handle = nta.patch(patched, packing="always", on_fallback="raise")
@@ -261,7 +264,7 @@ def test_a_module_that_mixes_tokens_and_was_put_in_after_the_patch_is_noticed(pa
     for row, want in enumerate(alone(unpatched, batch)[1]):
         torch.testing.assert_close(got[row, : len(want)], want, rtol=0, atol=1e-6)
     assert handle.calls[None] == (2 if "self_attn" in path else 1)
-    assert ("self_attn" in path) != any(str(reason).startswith("layers.0.conv was replaced") for reason in handle.calls)
+    assert ("self_attn" in path) != any("first batch gave other values" in str(reason) for reason in handle.calls)
 
 
 def test_a_copy_and_a_wrapped_module_stay_packed():
@@ -415,15 +418,18 @@ PLANTED = (from_before, from_next, from_last_call, by_length, by_longest, by_bat
 
 @pytest.mark.parametrize("mix", PLANTED)
 def test_a_mixer_of_a_user_is_refused_or_gives_what_each_sequence_gives_alone(mix):
-    """Unpatched, also one that only looks back reads the padding of rows that are padded on the left."""
     model, batch = with_mixer(mix), batch_of()
     want = alone(copy.deepcopy(model), batch)[0]
+    refusal = ""
     try:
         handle = nta.patch(model, packing="always")
-    except ValueError as refusal:
-        assert re.search(r"can't be packed: .*layers\.0\.mlp \(Mixer\)", str(refusal))
+    except ValueError as error:
+        refusal = str(error)
+    if refusal:
+        assert re.search(r"can't be packed: .*layers\.0\.mlp \(Mixer\)", refusal)
         return
-    with pytest.warns(NotPackedWarning, match="reads padding in the padded run"):
+    with warnings.catch_warnings():  # unpatched, some read padding, which is said once
+        warnings.filterwarnings("ignore", ".*reads padding", NotPackedWarning)
         got = model(**batch).loss
     torch.testing.assert_close(got, want)
     assert "model.layers.0.mlp: Mixer, padded" in " ".join(str(handle).split())

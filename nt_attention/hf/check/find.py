@@ -41,6 +41,7 @@ from .rows import (
     Seen,
     device_of,
     embeddings_of,
+    options_of,
     plain_mode,
     run,
     run_and_watch,
@@ -59,11 +60,17 @@ class NotPackableError(Exception):
 
     Attributes:
         module_class: the class of the module that mixes tokens, if it is known.
+        number: the number of its call in the forward. The plan that fails in the last one is the best of those tried.
     """
 
-    def __init__(self, reason: str, module_class: str | None = None) -> None:
+    def __init__(self, reason: str, module_class: str | None = None, number: int = -1) -> None:
         super().__init__(reason)
-        self.module_class = module_class
+        self.module_class, self.number = module_class, number
+
+    @classmethod
+    def by(cls, cause: Seen | None, reason: str) -> NotPackableError:
+        """An error whose cause is a call of a module, if it is known."""
+        return cls(reason) if cause is None else cls(reason, type(cause.module).__name__, cause.number)
 
 
 class _CannotRunError(NotPackableError):
@@ -156,11 +163,11 @@ class _Check:
         except Exception as error:  # the code of any model
             raise NotPackableError(f"it does not run on rows of token ids: {first_line(error)}") from error
         self.alone = {name: torch.cat([x[name] for x in alone]) for name in alone[0]}  # of all but the first
-        self.left = left
+        self.left = left if _are_finite(left) else None  # BLOOM in float64 gives NaN
         # Under autocast, outputs may have another dtype than those of modules.
         dtypes = {x.dtype for each in seen for x in each.outputs} | {x.dtype for x in values.values()}
         self.tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
-        if not self.alone or not all(bool(x.isfinite().all()) for x in self.alone.values()):
+        if not self.alone or not _are_finite(self.alone):
             raise NotPackableError("its outputs are not finite, or have no values for tokens")
         plan = self._find_modules()
         return self._find_head(plan)
@@ -181,8 +188,7 @@ class _Check:
             if isinstance(failures[0], _CannotRunError):
                 raise failures[0]
             first = first or next((x for x in failures if x.module_class), failures[0])
-            mixing = [x.module_class for x in failures if x.module_class]
-            found = min(mixing, key=lambda name: "Attention" in name, default=None)  # attention is rather packed
+            found = max(failures, key=lambda x: x.number).module_class
             if found is not None and found not in padded and len(padded) < MOST_PADDED_CLASSES:
                 padded += (found,)
             elif padded and not equal_lengths:
@@ -261,13 +267,11 @@ class _Check:
         repeated, once_more = self._watch(self.rows)
         if _differs(self.rows.part(repeated, 1), values, many=2**14):
             cause = first_cause(seen, once_more)
-            raise NotPackableError(
-                f"{when}{of_cause(cause)} gives other values when the same row runs again", _name_of(cause)
-            )
+            raise NotPackableError.by(cause, f"{when}{of_cause(cause)} gives other values when the same row runs again")
         cause = first_cause(seen, changed)
         if cause is None and not _differs(self.rows.part(got, 1), values, many=2**10):
             return  # an order of additions that is not fixed
-        raise NotPackableError(f"{when}{of_cause(cause)} {_MIXES}", _name_of(cause))
+        raise NotPackableError.by(cause, f"{when}{of_cause(cause)} {_MIXES}")
 
     def _compare_alone(self, plan: Plan, got: dict[str, Tensor]) -> bool:
         """Compare with each sequence alone, with padding on the right and on the left.
@@ -277,18 +281,16 @@ class _Check:
         """
         ratio, name = worst(self._without_first(got), self.alone, self.tolerance)
         if ratio > 1:
-            raise NotPackableError(f"its {name} differs between a packed row and each sequence alone", self._apart())
+            reason = f"its {name} differs between a packed row and each sequence alone"
+            raise NotPackableError.by(self._apart(), reason)
         got = self._run(replace(self.rows, is_left=True))
-        if self._is_near(got, self.left):
+        if self.left is not None and self._is_near(got, self.left):
             return False
         # Unpatched, states read padding. Users may mean that of positions, which the padded run then says.
         of_tokens = self._of_tokens(self.alone, len(self.rows.sequences) - 1)
-        if (
-            plan.mixing
-            and plan.positions != "ids"
-            and worst(self._without_first(got), of_tokens, self.tolerance)[0] <= 1
-        ):
-            return True
+        may_differ = self.left is None or (plan.mixing and plan.positions != "ids")
+        if may_differ and worst(self._without_first(got), of_tokens, self.tolerance)[0] <= 1:
+            return self.left is not None
         raise NotPackableError("with padding on the left, its values are not those of the padded run")
 
     def _without_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -309,17 +311,17 @@ class _Check:
     def _is_near_loss(self, got: Tensor, want: Tensor) -> bool:
         return relative_error(got, want) <= max(self.tolerance, TOLERANCE[want.dtype])
 
-    def _apart(self) -> str | None:
-        """The class of the first module that gives other values in the packed row than for the sequence alone."""
+    def _apart(self) -> Seen | None:
+        """The first module that gives other values in the packed row than for the sequence alone."""
         _, seen = self._watch(self.rows)
         _, alone = self._watch(self.rows.each()[1])
-        return _name_of(first_cause(seen, alone, self.tolerance))
+        return first_cause(seen, alone, self.tolerance)
 
     def _compare_lengths(self, seen: list[Seen], of_longer: list[Seen]) -> None:
         """Compare the calls of modules, if the neighbors of the second sequence have other lengths."""
         cause = first_cause(seen, of_longer, 0.1 * self.tolerance)
         if cause is not None:
-            raise NotPackableError(f"{of_cause(cause)} {_BY_LENGTH}", _name_of(cause))
+            raise NotPackableError.by(cause, f"{of_cause(cause)} {_BY_LENGTH}")
 
     def _run_with_gradients(self) -> dict[str, Tensor]:
         """Run the rows, and check that no gradient flows from the second sequence to its neighbors."""
@@ -450,7 +452,11 @@ class _Check:
         if labels and self.rows.targets is not None:
             inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
         run = self.model.forward if self.inside else self.model
-        return run(**inputs, **{name: x.clone() for name, x in labels.items()})
+        return run(**inputs, **{name: x.clone() for name, x in labels.items()}, **options_of(self.model))
+
+
+def _are_finite(values: dict[str, Tensor]) -> bool:
+    return all(bool(x.isfinite().all()) for x in values.values())
 
 
 def _has_plain_parameters(model: nn.Module) -> bool:
@@ -483,10 +489,6 @@ def _same(x: Tensor, y: Tensor, tolerance: float) -> bool:
 
 def of_cause(cause: Seen | None) -> str:
     return "the model" if cause is None else f"{cause.path} ({type(cause.module).__name__})"
-
-
-def _name_of(cause: Seen | None) -> str | None:
-    return None if cause is None else type(cause.module).__name__
 
 
 def why_raised(model: nn.Module, error: Exception) -> NotPackableError:

@@ -46,7 +46,7 @@ _USUAL = {"input_ids", "attention_mask", "labels", "shift_labels", "use_cache", 
 _OUTPUTS = families.TOKEN_OUTPUTS - {"hidden_states"}
 
 
-class _Structure:
+class Structure:
     """The modules of a model, their hooks and their own `forward`, which may be changed after the check."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,7 +83,7 @@ class _Compared:
         calls: the number of calls.
     """
 
-    structure: _Structure
+    structure: Structure
     lengths: dict[Hashable, int] = field(default_factory=dict)
     wrong: dict[Hashable, str] = field(default_factory=dict)
     calls: int = 0
@@ -95,7 +95,7 @@ _of_model: weakref.WeakKeyDictionary[nn.Module, _Compared] = weakref.WeakKeyDict
 
 def _compared(model: nn.Module) -> _Compared:
     if model not in _of_model:
-        _of_model[model] = _Compared(_Structure(model))
+        _of_model[model] = _Compared(Structure(model))
     return _of_model[model]
 
 

@@ -26,7 +26,7 @@ from ..pack.encoder_layers import EncoderCall, add_padded_to_layers, encoder_lay
 from ..pack.packing import Packing
 from ..route.packed_row import LayerCalls, running
 from .find import MOST_PADDED_CLASSES, why_raised
-from .first_batches import choose_rows, comparing, dtype_of, error_of, floor_of
+from .first_batches import Structure, choose_rows, comparing, dtype_of, error_of, floor_of
 from .later import are_sharded
 from .random_numbers import RandomNumbers
 from .rows import seed_all, unchanged
@@ -36,6 +36,7 @@ from .rows import seed_all, unchanged
 class _Compared:
     """What was compared of a model: kind of call → the length of its rows, or why such calls run padded."""
 
+    structure: Structure
     lengths: dict[Hashable, int] = field(default_factory=dict)
     wrong: dict[Hashable, str] = field(default_factory=dict)
 
@@ -60,10 +61,10 @@ class FirstBatchesOfLayers:
         mask = next((x for n, x in arguments.items() if n.endswith("attention_mask") and _is_mask(x)), None)
         if mask is None or backward_id() != -1 or are_sharded(model):
             return None
-        compared, kind = (
-            _of_model.setdefault(model, _Compared()),
-            (model.training, frozenset(arguments), dtype_of(model)),
-        )
+        if model not in _of_model:
+            _of_model[model] = _Compared(Structure(model))
+        compared = _of_model[model]
+        kind = compared.structure.state, model.training, frozenset(arguments), dtype_of(model)
         if reason := compared.wrong.get(kind):
             return reason
         length, before = mask.shape[1], compared.lengths.get(kind, 0)

@@ -151,12 +151,16 @@ def device_of(model: nn.Module) -> torch.device:
 def run(model: Any, rows: Rows, inside: bool = False) -> dict[str, Tensor]:
     """What a model gives for a padded batch, see `Rows.values`. `inside`: its call is running, so run its `forward`."""
     seed_all(0)
-    names = inspect.signature(model.forward).parameters
-    options = {name: name == "return_dict" for name in ("return_dict", "use_cache") if name in names}
-    out = (model.forward if inside else model)(**rows.inputs, **options)
+    out = (model.forward if inside else model)(**rows.inputs, **options_of(model))
     if not isinstance(out, Mapping):
         raise TypeError(f"it returns a {type(out).__name__}, not outputs by name")
     return rows.values(out)
+
+
+def options_of(model: Any) -> dict[str, bool]:
+    """The options of a call that returns outputs by name, and makes no cache."""
+    names = inspect.signature(model.forward).parameters
+    return {name: name == "return_dict" for name in ("return_dict", "use_cache") if name in names}
 
 
 def seed_all(seed: int) -> None:
@@ -168,8 +172,9 @@ def seed_all(seed: int) -> None:
 
 @dataclass
 class Seen:
-    """A call of a module in a packed row: its inputs and outputs (n, …) for one sequence."""
+    """A call of a module in a packed row, its inputs and outputs (n, …) for one sequence, and its number."""
 
+    number: int
     path: str
     module: nn.Module
     inputs: list[Tensor]
@@ -209,7 +214,7 @@ def watching(base: nn.Module, spans: dict[int, slice]) -> Iterator[list[Seen]]:
         return found
 
     def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        seen.append(Seen(paths[module], module, of_sequence((args, kwargs)), of_sequence(out)))
+        seen.append(Seen(len(seen), paths[module], module, of_sequence((args, kwargs)), of_sequence(out)))
 
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in paths if module is not base]
     try:
@@ -221,9 +226,10 @@ def watching(base: nn.Module, spans: dict[int, slice]) -> Iterator[list[Seen]]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """A context without gradients, after which a model, its modes and all random numbers are as before."""
+    """A context without gradients, after which a model, its config, modes and all random numbers are as before."""
     modes = {module: module.training for module in model.modules()}
-    before, states = Snapshot(model), (random.getstate(), np.random.get_state())
+    configs = {id(x): vars(x) for module in modes if (x := getattr(module, "config", None)) is not None}
+    before, states = Snapshot(model, configs.values()), (random.getstate(), np.random.get_state())
     device = device_of(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         try:
