@@ -1,7 +1,7 @@
 """Writes the tables of supported models in docs/reference/hugging_face.md, and supported_models.json for docs/site.js.
 
-Both are made from the newest checks that are shipped. The tables of rows packed by hand are made from
-tests/hugging_face/rows_outcomes.json.
+Both are made from the newest file in tools/checked_classes, which check_classes.py writes. The tables of rows packed by
+hand are made from tests/hugging_face/rows_outcomes.json.
 
 With ``--check``, the exit status is 1 if a file is not up to date. Needs the standard library only.
 """
@@ -21,6 +21,7 @@ PAGE = ROOT / "docs" / "reference" / "hugging_face.md"
 DATA = PAGE.with_name("supported_models.json")
 TABLES = re.compile(r"(?<=<!-- tables: begin -->\n).*(?=<!-- tables: end -->)", re.DOTALL)
 ROWS = re.compile(r"(?<=<!-- rows: begin -->\n).*(?=<!-- rows: end -->)", re.DOTALL)
+CHECKED = ROOT / "tools" / "checked_classes"
 OUTCOMES = ROOT / "tests" / "hugging_face" / "rows_outcomes.json"
 BORDER = re.compile("^|(?= |$)")  # of the first word
 HEADS = ("base, text encoding, causal LM, masked LM, seq2seq LM, token, sequence, QA, multiple choice, next sentence, "
@@ -152,7 +153,7 @@ def finder(file: Path) -> dict[str, Any]:
 
 def why(entry: dict[str, Any]) -> str | None:
     """Why a class is not packed, in the words of the tables; None if it is packed."""
-    reason = entry["proof"].get("reason")
+    reason = entry.get("reason")
     return reason and next((text for part, text in WORDS.items() if part in reason), reason)
 
 
@@ -198,11 +199,11 @@ def rows_tables(file: Path) -> str:
     """The tables of rows packed by hand."""
     entries = [entry for entry in read_outcomes(file) if "register" in entry]
     lines = ["| | | right | refused | wrong |", "|---|---|---|---|---|"]
-    for way in ("patch", "register"):
-        for form in entries[0][way]:
-            found = [entry[way][form] for entry in entries]
+    for how in ("patch", "register"):
+        for form in entries[0][how]:
+            found = [entry[how][form] for entry in entries]
             right, wrong = sum(x.startswith("right") for x in found), sum(x.startswith("WRONG") for x in found)
-            lines.append(f"| `{way}` | {form} | {right} | {len(found) - right - wrong} | {wrong} |")
+            lines.append(f"| `{how}` | {form} | {right} | {len(found) - right - wrong} | {wrong} |")
     by_reason: dict[str, set[str]] = defaultdict(set)
     for entry in entries:
         for form, outcome in entry["register"].items():
@@ -217,8 +218,7 @@ def main(argv: list[str] | None = None, page: Path = PAGE, data: Path = DATA) ->
     parser = argparse.ArgumentParser(description="Writes the tables of supported models.")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a file is not up to date")
     check = parser.parse_args(argv).check
-    proofs = (ROOT / "nt_attention" / "hf" / "prove" / "proofs").glob("*.json")
-    newest = max(proofs, key=lambda file: [int(part) for part in file.stem.split(".")])
+    newest = max(CHECKED.glob("*.json"), key=lambda file: [int(part) for part in file.stem.split(".")])
     updated = TABLES.sub(lambda _: tables(newest), page.read_text())
     updated = ROWS.sub(lambda _: rows_tables(OUTCOMES), updated)
     status = 0
