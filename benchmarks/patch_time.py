@@ -2,8 +2,8 @@
 
     python benchmarks/patch_time.py [--rounds 9]
 
-Models have the layers of their default configs, but small widths. "first call" is the time of a padded batch that is also
-compared with the padded run, and "later calls" that of the same batch afterwards. Also the time of importing
+Models have the layers of their default configs, but small widths. "first call" is the time of a padded batch that is
+also compared with the padded run, and "later calls" that of the same batch afterwards. Also the time of importing
 ``nt_attention``, in processes of their own.
 """
 
@@ -48,7 +48,7 @@ def main() -> None:
     batch = {"input_ids": 7 * mask, "attention_mask": mask}
     for name in KINDS:
         kind = getattr(transformers, name)
-        more = {"head_dim": 16, "num_key_value_heads": 2} if name.startswith(("Gemma", "Llama")) else {}
+        more = {} if name.startswith("Bert") else {"head_dim": 16, "num_key_value_heads": 2}
         model = kind(kind.config_class(**SMALL, **more)).eval()
         first = time_ms(lambda model=model: nta.patch(model).remove())
         again = median_ms(lambda model=model: nta.patch(model).remove(), rounds)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from small_models import CannotBuildError, build_small, text_classes
+from small_models import CannotBuildError, build_small, on_meta_device, text_classes
 
 from nt_attention.hf import families
 from nt_attention.hf.check.find import NotPackableError, find_plan
@@ -72,12 +72,13 @@ def _entry(row: tuple[str, str, str]) -> dict[str, Any]:
 
 def _found(row: tuple[str, str, str]) -> dict[str, Any]:
     try:
-        model = build_small(row[0], row[1], [torch.float32])
+        if (reason := families.why_not_packed(on_meta_device(*row[:2]))) is not None:  # BigBird changes its attention
+            return {"reason": reason}
+        model = build_small(*row[:2], [torch.float32])
     except Exception as error:  # the code of any class
-        why = error if isinstance(error, CannotBuildError) else f"{type(error).__name__}: {error}"
-        return {"reason": f"no small model could be built: {why}"[:300]}
-    if (reason := families.why_not_packed(model)) is not None:
-        return {"reason": reason}
+        why = " ".join(str(error).split())
+        kind = "" if isinstance(error, CannotBuildError) else f"{type(error).__name__}: "
+        return {"reason": f"no small model could be built: {kind}{why}"[:200]}
     try:
         plan = find_plan(model)
     except NotPackableError as error:

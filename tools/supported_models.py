@@ -28,28 +28,21 @@ HEADS = ("base, text encoding, causal LM, masked LM, seq2seq LM, token, sequence
          "pretraining")  # fmt: skip
 # What a reason contains → what the table says. Other reasons are in the table as they are.
 WORDS = {
-    "apart without `flash-linear-attention`": "needs `flash-linear-attention` to keep packed sequences apart",
-    "apart without `causal_conv1d`": "needs `causal_conv1d` to keep packed sequences apart",
+    "no small model could be built": "not known: no small model could be built; `patch` checks your model itself",
+    "its check raises": "the check raised an error",
+    "its check has no result": "the check of the small model took too long",
+    "apart without": "needs a package to keep packed sequences apart",
     "uses the attention mask, which": "a layer reads the attention mask, which a packed row does not have",
     "uses its attention mask with": "its code computes with the padding mask what a packed row can't have",
     "computes attention over the whole row": "it has attention code of its own, for blocks or windows",
     "computes its attention with": "it has attention code of its own, which `varlen_attention` can't express",
-    "mixes all tokens of the row": "a layer mixes the tokens of a row",
-    "keeps a state along the row": "a layer keeps a state along the row",
-    "has a convolution along the row": "a layer has a convolution along the row",
-    "does not keep the sequences": "its attention does not keep the sequences of a packed row apart",
-    "counts positions along the row": "it counts positions along the whole row",
-    "no small model of its class": "it could not be checked: no small model could be built",
-    "an error without the patch": "it could not be checked: the small model raised an error",
-    "training updates its buffer": "in training, it updates statistics from all positions, with padding",
-    "mixes neighboring tokens": "a layer mixes neighboring tokens of the row",
-    " raises ": "its code raises an error on a packed row",
+    "mixes the sequences of a packed row": "it mixes the sequences of a packed row",
     "differs between": "it gives other values in packed rows than for each sequence alone",
-    "other values in a packed row": "it gives other values in packed rows than for each sequence alone",
-    "its attention_mask is not (batch, length)": "its `attention_mask` is not (batch, length)",
+    " raises ": "its code raises an error on a packed row",
     "'attention_mask' is not known": "it returns a mask, which may have a value for each token",
+    "rows of": "its output has other rows than its input",
+    "not finite": "its outputs have no values for tokens",
     "its input is": "its input is not `input_ids`",
-    "no default config": "no model could be made from its default config; `patch` checks the config of your model",
 }
 
 

@@ -1,4 +1,4 @@
-"""The tables of supported models in docs/reference/hugging_face.md have what the check of each class has found; their search."""
+"""The tables of supported models in docs/reference/hugging_face.md have what the checks of classes found; search."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def test_page_that_is_not_up_to_date(tmp_path, capsys):
 
 def test_tables(tmp_path):
     file = tmp_path / "5.0.0.json"
-    state = "tokens of sequence 2 depend on sequence 1: layers.0 ({}) keeps a state along the row"
+    state = "layers.0 ({}) mixes the sequences of a packed row"
     entries = [
         *(entry("b", head) for head in ("QA", "base", "causal LM")),
         *(entry("a-2", head) for head in ("base", "causal LM", "QA")),
@@ -55,7 +55,7 @@ def test_tables(tmp_path):
     assert rows == [
         "| `a-2`, `b` | base, causal LM, QA |",
         "| `d` | base |",
-        "| `c`, `d` (token) | a layer keeps a state along the row |",
+        "| `c`, `d` (token) | it mixes the sequences of a packed row |",
         "| `e` | another reason |",
         "| `f` | its code raises an error on a packed row |",
     ]
