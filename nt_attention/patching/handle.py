@@ -140,7 +140,7 @@ class Counts:
         lines = [f"{n} call{'s' if n > 1 else ''} {text}" for n, text in counted] or ["no calls yet"]
         if self.compared:
             batches = f"first {self.compared} batches" if self.compared > 1 else "first batch"
-            lines.append(f"{batches} compared with the padded run: largest difference {self.largest_difference:.0e}")
+            lines.append(f"{batches} compared with the padded run: largest difference {self.largest_difference:.0g}")
         return lines
 
 
