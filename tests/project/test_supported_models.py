@@ -97,7 +97,7 @@ def find(query, data):
         return parts[:12]
     kind = next((kind for pattern, kind in data["names"] if re.search(pattern, name)), "")
     if not kind:
-        return [f"{query.strip()} is not in the tables: it is tried when you patch."]
+        return [f"{query.strip()} is not in the tables: it is checked when you patch."]
     return [f"By its name, its type is {kind}. To be sure, see model_type in its config.json.", *of_type(kind)]
 
 
@@ -119,7 +119,7 @@ QUERIES = {  # → the type in the answer, or another part of it
     "Qwen/Qwen3-30B-A3B": "its type is qwen3_moe.",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "its type is qwen3_next.",
     "Qwen/Qwen2.5-7B-Instruct": "its type is qwen2.",
-    "Qwen/Qwen2.5-VL-3B-Instruct": "is not in the tables: it is tried when you patch.",
+    "Qwen/Qwen2.5-VL-3B-Instruct": "is not in the tables: it is checked when you patch.",
     "microsoft/deberta-v3-base": "its type is deberta-v2.",
     "microsoft/mdeberta-v3-base": "its type is deberta-v2.",
     "microsoft/deberta-base": "its type is deberta.",
@@ -141,7 +141,7 @@ QUERIES = {  # → the type in the answer, or another part of it
     "google/flan-t5-base": "its type is t5.",
     "openai-community/gpt2-medium": "its type is gpt2.",
     "EleutherAI/pythia-160m": "its type is gpt_neox.",
-    "my-org/no-such-model": "my-org/no-such-model is not in the tables: it is tried when you patch.",
+    "my-org/no-such-model": "my-org/no-such-model is not in the tables: it is checked when you patch.",
 }
 
 
