@@ -82,6 +82,7 @@ class Counts:
         >>> out = model(torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
         >>> handle.counts
         1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)
+        first batch compared with the padded run: largest difference ...
         >>> round(handle.counts.pad_ratio, 2)
         1.2
     """
