@@ -191,6 +191,7 @@ def patch_all(
         nt_attention.patch_all:
           BertModel: 1 model patched
             1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)
+            first batch compared with the padded run: largest difference ...
         >>> handle.remove()
     """
     check_options(packing, on_fallback, check)

@@ -119,9 +119,9 @@ OTHER_OUTPUTS = CACHE | {"loss", "pooler_output", "attentions", "aux_loss"}
 def add_family(
     model_type: str, *, positions: Positions | None = None, pool: Pool | None = None, embed: Embed | None = None
 ) -> None:
-    """Say what is special about a family of models. Most models do not need it: `nta.patch` tries how to pack them.
+    """Say what is special about a family of models. Most models do not need it: `nta.patch` finds how to pack them.
 
-    A model of the family is still tried before it is packed, so a wrong family is refused.
+    A model of the family is still checked, so a wrong family is refused.
 
     Args:
         model_type: the `config.model_type` of its models.

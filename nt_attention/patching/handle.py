@@ -82,6 +82,7 @@ class Counts:
         >>> out = model(torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
         >>> handle.counts
         1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)
+        first batch compared with the padded run: largest difference ...
         >>> round(handle.counts.pad_ratio, 2)
         1.2
     """
@@ -140,7 +141,7 @@ class Counts:
         lines = [f"{n} call{'s' if n > 1 else ''} {text}" for n, text in counted] or ["no calls yet"]
         if self.compared:
             batches = f"first {self.compared} batches" if self.compared > 1 else "first batch"
-            lines.append(f"{batches} compared with the padded run: largest difference {self.largest_difference:.0e}")
+            lines.append(f"{batches} compared with the padded run: largest difference {self.largest_difference:.0g}")
         return lines
 
 

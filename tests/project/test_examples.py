@@ -128,4 +128,4 @@ def test_first_block_of_the_readme_prints_what_is_shown(tmp_path):
     readme = (EXAMPLES.parent / "README.md").read_text("utf-8")
     code, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == shown
+    assert NOTEBOOKS["MEASURED"].sub("#", done.stdout) == NOTEBOOKS["MEASURED"].sub("#", shown)

@@ -224,7 +224,7 @@ def _kept_row(hidden: Tensor) -> PackedRow | None:
 
 
 def _keep_row(hidden: Tensor, row: PackedRow | None) -> None:
-    """Let the storage of hidden states keep the row, for a checkpoint around an island alone.
+    """Let the storage of hidden states keep the row, for a checkpoint around such a module alone.
 
     If calls with different rows have the same hidden states, it keeps none.
     """
