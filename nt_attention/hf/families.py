@@ -212,7 +212,7 @@ def config_of(module: Any) -> Any:
 
 def base_model(module: Any) -> PreTrainedModel:
     """The base model of a model with a head, or the model itself if it has no head."""
-    inner = module.base_model
+    inner = getattr(module, "base_model", module)  # the encoder of FSMT is a plain module
     inner = inside_compiled(inner)  # it was replaced by torch.compile(inner)
     return inner if isinstance(inner, PreTrainedModel) else module
 

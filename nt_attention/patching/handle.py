@@ -8,7 +8,7 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,15 @@ class PrefixCounts:
             self.calls[reason] += 1
             self.tokens += tokens
             self.computed += computed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context whose calls do not count."""
+        before = self.calls.copy(), self.tokens, self.computed
+        try:
+            yield
+        finally:
+            self.calls, self.tokens, self.computed = before
 
     def add_model(self, model: nn.Module, reason: str | None) -> bool:
         """Note a model, and why it can't share. Returns whether it can."""

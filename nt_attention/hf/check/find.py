@@ -51,6 +51,7 @@ from .rows import (
 )
 
 MOST_PADDED_CLASSES = 4
+_PAST_ALL = 2**31  # the number of a call after those of all modules
 _MIXES = "mixes the sequences of a packed row"
 _BY_LENGTH = "depends on the lengths of other sequences in the row"
 
@@ -69,8 +70,8 @@ class NotPackableError(Exception):
 
     @classmethod
     def by(cls, cause: Seen | None, reason: str) -> NotPackableError:
-        """An error whose cause is a call of a module, if it is known."""
-        return cls(reason) if cause is None else cls(reason, type(cause.module).__name__, cause.number)
+        """An error whose cause is a call of a module; None if it is none of them."""
+        return cls(reason, None, _PAST_ALL) if cause is None else cls(reason, type(cause.module).__name__, cause.number)
 
 
 class _CannotRunError(NotPackableError):
@@ -174,11 +175,10 @@ class _Check:
 
     def _find_modules(self) -> Plan:
         """The plan of the base model. A module that mixes tokens is tried on padded rows."""
-        padded: tuple[str, ...] = ()
-        equal_lengths, first = False, None
+        plans, first = list(self._plans()), None
         while True:
             failures = []
-            for plan in self._plans(padded, equal_lengths):
+            for plan in plans:
                 try:
                     return self._try(plan)
                 except NotPackableError as error:
@@ -188,20 +188,23 @@ class _Check:
             if isinstance(failures[0], _CannotRunError):
                 raise failures[0]
             first = first or next((x for x in failures if x.module_class), failures[0])
-            found = max(failures, key=lambda x: x.number).module_class
+            furthest = max(failures, key=lambda x: x.number)
+            found = furthest.module_class
+            alike = [x.number == furthest.number or (found and x.module_class == found) for x in failures]
+            plans = list(itertools.compress(plans, alike))
+            padded = plans[0].padded
             if found is not None and found not in padded and len(padded) < MOST_PADDED_CLASSES:
-                padded += (found,)
-            elif padded and not equal_lengths:
-                equal_lengths = True  # a module may read the padding of its rows
+                plans = [_with_padded(plan, found) for plan in plans]
+            elif padded and not plans[0].equal_lengths:  # a module may read the padding of its rows
+                plans = [replace(plan, equal_lengths=True) for plan in plans]
             else:
                 raise first
 
-    def _plans(self, padded: tuple[str, ...], equal_lengths: bool) -> Iterator[Plan]:
+    def _plans(self) -> Iterator[Plan]:
         """The plans that are tried, the usual ones first."""
         family = families.family_of(self.model)
         positions = [family.positions] if family.positions else get_args(Positions)
-        apart = tuple(x for x in classes_with_convolutions(self.base) if x not in padded)
-        plan = Plan(padded=padded, equal_lengths=equal_lengths, convolutions=apart)
+        plan = Plan(convolutions=tuple(classes_with_convolutions(self.base)))
         if getattr(self.base, "pooler", None) is not None and "pooler_output" in self.alone and family.pool is None:
             plan = replace(plan, pool=True)
         if families.is_encoder_decoder(self.model):
@@ -291,7 +294,7 @@ class _Check:
         may_differ = self.left is None or (plan.mixing and plan.positions != "ids")
         if may_differ and worst(self._without_first(got), of_tokens, self.tolerance)[0] <= 1:
             return self.left is not None
-        raise NotPackableError("with padding on the left, its values are not those of the padded run")
+        raise NotPackableError.by(None, "with padding on the left, its values are not those of the padded run")
 
     def _without_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """What all sequences but the first give."""
@@ -457,6 +460,12 @@ class _Check:
 
 def _are_finite(values: dict[str, Tensor]) -> bool:
     return all(bool(x.isfinite().all()) for x in values.values())
+
+
+def _with_padded(plan: Plan, name: str) -> Plan:
+    """The plan, with a class of modules that runs on padded rows."""
+    convolutions = tuple(x for x in plan.convolutions if x != name)
+    return replace(plan, padded=(*plan.padded, name), convolutions=convolutions)
 
 
 def _has_plain_parameters(model: nn.Module) -> bool:

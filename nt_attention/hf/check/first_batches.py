@@ -14,7 +14,7 @@ import math
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -235,7 +235,9 @@ class _Comparison:
 
     def why_different(self) -> str | None:
         """What differs, and in which module, or None."""
-        with unchanged(self.call.model), RandomNumbers(drops=False):
+        prefixes = self.call.entry.handle.prefixes
+        uncounted = nullcontext() if prefixes is None else prefixes.paused()
+        with unchanged(self.call.model), RandomNumbers(drops=False), uncounted:
             try:
                 got = self._packed(self.call)
             except (UnknownOutputError, OtherLengthError):  # the call itself falls back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ def _described(value: Any) -> str | None:
     if isinstance(value, dict | list | tuple | set | frozenset):
         parts = [_described(x) for x in ([*value, *value.values()] if isinstance(value, dict) else value)]
         return None if None in parts else f"{type(value).__name__}{parts}"
+    if isinstance(value, functools.partial):
+        return _described([value.func, value.args, value.keywords])
     is_function = callable(value) and not isinstance(value, nn.Module | type)
     if is_function and not _is_of_a_module(value):
         return None
