@@ -31,10 +31,11 @@ from ..pack.change_model import make_padding_free, set_attention
 from ..pack.convolutions import classes_with_convolutions
 from ..pack.deferred_scores import CannotDeferError
 from ..pack.padded_modules import one_group
+from ..pack.side_effects import RandomNumbers
 from ..plan import Form, Head, Plan, Positions
+from ..route.dropout import without_attention_dropout
 from ..route.packed_mask import CannotMaskError, MixesSequencesError
 from .errors import TOLERANCE, UNITS, relative_error, units_apart, worst
-from .random_numbers import RandomNumbers
 from .rows import (
     OTHER_LENGTHS,
     Rows,
@@ -221,7 +222,7 @@ class _Check:
             _, of_longer = self._watch(self.longer)
             self._compare_lengths(seen, of_longer)
             self.base.train()
-            with RandomNumbers() as random:
+            with without_attention_dropout(), RandomNumbers(device_of(self.base)) as random:
                 self._compare_bits(self._run_with_gradients(), "in training, ")
         if random.made:
             self._check_random()
@@ -356,10 +357,9 @@ class _Check:
     def _check_random(self) -> None:
         """Check that the model makes no random numbers for each row: a packed batch has one row."""
         self.base.train()
-        with RandomNumbers() as random:
-            out = self.rows.inputs
-            seed_all(0)
-            self.base(**out)
+        seed_all(0)
+        with RandomNumbers(device_of(self.base)) as random:
+            self.base(**self.rows.inputs)
         name = random.by_row(*self.rows.inputs["attention_mask"].shape)
         if name is not None:
             raise NotPackableError(

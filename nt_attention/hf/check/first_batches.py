@@ -29,9 +29,9 @@ from ..pack.outputs import UnknownOutputError
 from ..pack.padded_on_read import PaddedOnRead
 from ..pack.routes import ModelCall, Unpatched
 from ..route.attention import OtherLengthError
+from ..route.dropout import without_dropout
 from .find import first_cause, first_line, of_cause
 from .later import are_sharded
-from .random_numbers import RandomNumbers
 from .rows import unchanged, watching
 
 LONGEST_ROW = 4096  # positions, of rows that run padded
@@ -235,7 +235,7 @@ class _Comparison:
 
     def why_different(self) -> str | None:
         """What differs, and in which module, or None."""
-        with unchanged(self.call.model), RandomNumbers(drops=False):
+        with unchanged(self.call.model), without_dropout():
             try:
                 got = self._packed(self.call)
             except (UnknownOutputError, OtherLengthError):  # the call itself falls back
