@@ -14,7 +14,7 @@ import torch
 import torch_models
 from freeing import without_garbage_collector
 from huggingface_hub import PyTorchModelHubMixin
-from nt_attention.hf.prove import store
+from nt_attention.hf.check import plans
 from patched_models import close, every_kind, gradients, loss_of, make, make_batch
 from torch import nn
 from transformers import (
@@ -164,8 +164,9 @@ def test_models_that_share_a_config():
     assert config._attn_implementation == "sdpa"
 
 
-def test_code_of_the_user_is_tried_once_for_each_config(monkeypatch):
-    monkeypatch.setattr(store, "_made_of_class", weakref.WeakKeyDictionary())
+@pytest.mark.usefixtures("uncompared")
+def test_code_of_the_user_is_checked_once_for_each_config(monkeypatch):
+    monkeypatch.setattr(plans, "_kept", {})
     batch = make_batch("base")
     with nta.patch_all(packing="always") as handle:
         Counted(bert_config())
