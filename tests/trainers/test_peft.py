@@ -190,7 +190,9 @@ def test_adapters_that_compute_with_rows_run_padded(name):
 
 def test_adapter_that_computes_with_rows_is_refused():
     model = get_peft_model(make("poly"), OF_ROWS["poly"][0])
-    with pytest.raises(ValueError, match="it does not run on rows of token ids: ValueError: task_ids should not be None"):
+    with pytest.raises(
+        ValueError, match="it does not run on rows of token ids: ValueError: task_ids should not be None"
+    ):
         nta.patch(model)
 
 

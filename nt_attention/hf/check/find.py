@@ -32,6 +32,7 @@ from ..pack.convolutions import classes_with_convolutions
 from ..pack.deferred_scores import CannotDeferError
 from ..pack.padded_modules import one_group
 from ..pack.side_effects import RandomNumbers
+from ..pack.tensor_parallel import DIVIDES_TOKENS, divides_tokens
 from ..plan import Form, Head, Plan, Positions
 from ..route.dropout import without_attention_dropout
 from ..route.packed_mask import CannotMaskError, MixesSequencesError
@@ -42,6 +43,7 @@ from .rows import (
     Seen,
     device_of,
     embeddings_of,
+    gathered,
     plain_mode,
     run,
     run_and_watch,
@@ -101,6 +103,8 @@ def find_plan(model: PreTrainedModel, inside: bool = False) -> Plan:
     Raises:
         NotPackableError: it can't be packed.
     """
+    if divides_tokens(model):
+        raise NotPackableError(DIVIDES_TOKENS)
     with plain_mode(device_of(model)), unchanged(model):
         return _Check(model, inside).find()
 
@@ -450,7 +454,8 @@ class _Check:
         if labels and self.rows.targets is not None:
             inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
         run = self.model.forward if self.inside else self.model
-        return run(**inputs, **{name: x.clone() for name, x in labels.items()})
+        out = run(**inputs, **{name: x.clone() for name, x in labels.items()})
+        return gathered(out) if isinstance(out, Mapping) else out
 
 
 def _has_plain_parameters(model: nn.Module) -> bool:

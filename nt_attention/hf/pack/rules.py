@@ -29,7 +29,7 @@ from .inputs import has_axes, padding_id, points_at_padding
 from .routes import FallsBack, HeadFallsBack, ModelCall, SmallBatch, Unpatched
 from .sharded_packing import why_call_not_sharded
 from .shared_prefixes import may_share
-from .tensor_parallel import divides_tokens
+from .tensor_parallel import DIVIDES_TOKENS, divides_tokens
 
 NO_PADDING = "there is no padding to skip"
 NO_MASK = "it has no attention_mask, so all positions count as tokens"
@@ -191,7 +191,7 @@ def why_arguments_not_packed(
     if is_routed and not is_ours:
         return f"its attention was set to {attention_of(config)!r} after the patch"
     if divides_tokens(model):
-        return "its parallel styles divide the tokens of a row over ranks, and a packed row may not divide evenly"
+        return DIVIDES_TOKENS
     return None
 
 
