@@ -8,7 +8,7 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -40,10 +40,22 @@ class PrefixCounts:
         self.computed: int = 0
         self.models: int = 0
         self.left: list[str] = []
+        self._paused_in: int | None = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which calls of this thread are not counted."""
+        self._paused_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._paused_in = None
 
     @outside_of_graphs
     def add(self, reason: str | None, tokens: int = 0, computed: int = 0) -> None:
         """Count a call."""
+        if self._paused_in == threading.get_ident():
+            return
         with _lock:
             self.calls[reason] += 1
             self.tokens += tokens

@@ -16,10 +16,7 @@ from nt_attention.hf.pack.rules import NO_MASK
 from nt_attention.layouts.tree import TreeLayout
 
 TYPES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "phi3")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning"),
-    pytest.mark.usefixtures("uncompared"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # as in other tests of models: some compute norms and rotations in float32
 
 
@@ -117,6 +114,7 @@ def test_gradient_checkpointing(use_reentrant):
 
 
 @pytest.mark.usefixtures("cuda_graphs")
+@pytest.mark.usefixtures("uncompared")  # whose first call would run without a graph
 def test_cuda_graphs_share_nothing():
     """Calls without gradients run as graphs, which do not know what rows share; calls with gradients share."""
     model, batch = make().eval().to(DEVICE), {name: x.to(DEVICE) for name, x in batch_of().items()}

@@ -14,7 +14,6 @@ import torch
 import torch_models
 from freeing import without_garbage_collector
 from huggingface_hub import PyTorchModelHubMixin
-from nt_attention.hf.check import plans
 from patched_models import close, every_kind, gradients, loss_of, make, make_batch
 from torch import nn
 from transformers import (
@@ -31,6 +30,7 @@ from transformers import (
 )
 
 import nt_attention as nta
+from nt_attention.hf.check import plans
 from nt_attention.patching import building
 
 

@@ -230,7 +230,7 @@ class _Check:
                 self._compare_bits(self._run_with_gradients(), "in training, ")
         if random.made:
             self._check_random()
-        return replace(plan, reads_padding=reads_padding, is_random=bool(random.made))
+        return replace(plan, reads_padding=reads_padding)
 
     def _run(self, rows: Rows) -> dict[str, Tensor]:
         try:

@@ -14,7 +14,7 @@ import math
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,11 +28,12 @@ from .. import families
 from ..pack.outputs import UnknownOutputError
 from ..pack.padded_on_read import PaddedOnRead
 from ..pack.routes import ModelCall, Unpatched
+from ..pack.side_effects import RandomNumbers
 from ..route.attention import OtherLengthError
 from ..route.dropout import without_dropout
 from .find import first_cause, first_line, of_cause
 from .later import are_sharded
-from .rows import unchanged, watching
+from .rows import device_of, unchanged, watching
 
 LONGEST_ROW = 4096  # positions, of rows that run padded
 FEWEST_TOKENS = 8  # of the shortest row, if another one has as many
@@ -235,9 +236,14 @@ class _Comparison:
 
     def why_different(self) -> str | None:
         """What differs, and in which module, or None."""
-        with unchanged(self.call.model), without_dropout():
+        prefixes = self.call.entry.handle.prefixes
+        with unchanged(self.call.model), without_dropout(), nullcontext() if prefixes is None else prefixes.paused():
             try:
-                got = self._packed(self.call)
+                with RandomNumbers(device_of(self.call.model)) as random:
+                    got = self._packed(self.call)
+                if random.made:  # the packed run and the padded one have others
+                    self.call.model.eval()
+                    got = self._packed(self.call)
             except (UnknownOutputError, OtherLengthError):  # the call itself falls back
                 return None
             except Exception as error:  # the code of any model
