@@ -1,4 +1,4 @@
-"""The tables of supported models in docs/reference/hugging_face.md have what the shipped checks say; their search."""
+"""The tables of supported models in docs/reference/hugging_face.md have what the kept checks say; their search."""
 
 import json
 import re
@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 MODELS = runpy.run_path(str(ROOT / "tools" / "supported_models.py"))
 DATA = json.loads(MODELS["DATA"].read_text())
-PROOFS = sorted((ROOT / "nt_attention" / "hf" / "prove" / "proofs").iterdir())
+CHECKED = sorted(MODELS["CHECKED"].glob("*.json"))
 
 
 def entry(model_type, head, reason=None):
-    return {"type": model_type, "head": head, "proof": {} if reason is None else {"reason": reason}}
+    return {"type": model_type, "head": head, **({} if reason is None else {"reason": reason})}
 
 
 def test_page_is_up_to_date(capsys):
@@ -41,12 +41,12 @@ def test_page_that_is_not_up_to_date(tmp_path, capsys):
 
 def test_tables(tmp_path):
     file = tmp_path / "5.0.0.json"
-    state = "tokens of sequence 2 depend on sequence 1: layers.0 ({}) keeps a state along the row"
+    mixes = "layers.0 ({}) mixes the sequences of a packed row"
     entries = [
         *(entry("b", head) for head in ("QA", "base", "causal LM")),
         *(entry("a-2", head) for head in ("base", "causal LM", "QA")),
-        *(entry("c", head, state.format(head)) for head in ("base", "token")),
-        *(entry("d", head, None if head == "base" else state) for head in ("base", "token")),
+        *(entry("c", head, mixes.format(head)) for head in ("base", "token")),
+        *(entry("d", head, None if head == "base" else mixes) for head in ("base", "token")),
         entry("e", "base", "another reason"),
         entry("f", "base", "layers.0 (F) raises RuntimeError: sizes must match"),
     ]
@@ -55,14 +55,14 @@ def test_tables(tmp_path):
     assert rows == [
         "| `a-2`, `b` | base, causal LM, QA |",
         "| `d` | base |",
-        "| `c`, `d` (token) | a layer keeps a state along the row |",
+        "| `c`, `d` (token) | a layer mixes the sequences of a packed row |",
         "| `e` | another reason |",
         "| `f` | its code raises an error on a packed row |",
     ]
 
 
-@pytest.mark.parametrize("file", PROOFS, ids=lambda file: file.stem)
-def test_heads_of_the_proofs_are_known(file):
+@pytest.mark.parametrize("file", CHECKED, ids=lambda file: file.stem)
+def test_heads_of_the_checked_classes_are_known(file):
     assert {entry["head"] for entry in json.loads(file.read_text())} <= set(MODELS["HEADS"].split(", "))
 
 
