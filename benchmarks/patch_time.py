@@ -31,9 +31,9 @@ SIZES = {
     "BertModel": {},
     "BertForSequenceClassification": SMALL,
     "LlamaForCausalLM": SMALL | {"num_key_value_heads": 2, "head_dim": 16},
-    "MixtralForCausalLM": SMALL,
+    "MixtralForCausalLM": SMALL | {"num_key_value_heads": 2},
     "Gemma3ForCausalLM": SMALL | {"num_key_value_heads": 2, "head_dim": 16},
-    "JambaModel": SMALL,
+    "JambaModel": SMALL | {"num_key_value_heads": 2},
     "LongformerModel": SMALL,
 }
 
