@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -82,7 +83,11 @@ def _described(value: Any) -> str | None:
         return repr(value)
     if isinstance(value, dict | list | tuple | set | frozenset):
         parts = [_described(x) for x in ([*value, *value.values()] if isinstance(value, dict) else value)]
-        return None if None in parts else f"{type(value).__name__}{parts}"
+        if None in parts:
+            return None
+        return f"{type(value).__name__}{sorted(parts, key=str) if isinstance(value, set | frozenset) else parts}"
+    if isinstance(value, functools.partial):
+        return _described((value.func, value.args, value.keywords))
     is_function = callable(value) and not isinstance(value, nn.Module | type)
     if is_function and not _is_of_a_module(value):
         return None
