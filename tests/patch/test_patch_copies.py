@@ -130,12 +130,13 @@ def test_remove_also_restores_the_config_of_a_copy(kind):
     assert_plain(copied, make(kind))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])  # the second has a functools.partial
-def test_an_equal_model_is_not_checked_again(model_type):
-    model = tiny.make(model_type, f"{tiny.CONFIGS[model_type][0]}Model")
+@pytest.mark.parametrize(("model_type", "name"), [("llama", "LlamaModel"), ("gemma3_text", "Gemma3TextModel")])
+def test_an_equal_model_is_not_checked_again(model_type, name):
+    """The activation of Gemma is a functools.partial."""
+    model = tiny.make(model_type, name)
     model.first = {0, 8}
     nta.patch(model).remove()
     equal, other = copy.deepcopy(model), copy.deepcopy(model)
     equal.first, other.second = {8, 0}, functools.partial(torch.relu)  # a set in another order
-    assert "checked before, on an equal model" in str(nta.patch(equal))
-    assert "checked on this model in" in str(nta.patch(other))
+    assert "checked before" in str(nta.patch(equal))
+    assert "checked on this" in str(nta.patch(other))

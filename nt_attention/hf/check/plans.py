@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -34,24 +35,26 @@ class Checked:
     how: str
 
 
+_lock = threading.RLock()  # two checks at a time would draw random numbers in turn
 _kept: dict[Hashable, Plan | str] = {}  # key → the plan, or why there is none
 
 
 def checked(model: PreTrainedModel, inside: bool = False) -> Checked:
     """The plan of a model, or why there is none. `inside` is that of `find_plan`."""
-    key, how = key_of(model), "checked before, on an equal model"
-    found = None if key is None else _kept.get(key)
-    if found is None:
-        begin = time.perf_counter()
-        try:
-            found = find_plan(model, inside)
-        except NotPackableError as error:
-            found = str(error)
-        how = f"checked on this model in {time.perf_counter() - begin:.1f} s"
-    if key is not None:
-        if len(_kept) >= _MOST:
-            _kept.clear()
-        _kept[key] = found
+    with _lock:
+        key, how = key_of(model), "checked before, on an equal model"
+        found = None if key is None else _kept.get(key)
+        if found is None:
+            begin = time.perf_counter()
+            try:
+                found = find_plan(model, inside)
+            except NotPackableError as error:
+                found = str(error)
+            how = f"checked on this model in {time.perf_counter() - begin:.1f} s"
+        if key is not None:
+            if len(_kept) >= _MOST:
+                _kept.clear()
+            _kept[key] = found
     return Checked(found, None, how) if isinstance(found, Plan) else Checked(None, found, how)
 
 
