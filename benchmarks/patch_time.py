@@ -1,15 +1,17 @@
-"""Time of ``nta.patch`` on a CPU: with the check of a model, and for an equal model, which is not checked again.
+"""Time of the check of ``nta.patch`` on a CPU: a first patch of a model, and that of a second, equal model.
 
-    python benchmarks/patch_time.py [--rounds 9]
+    python benchmarks/patch_time.py [--rounds 5] [--threads 1]
 
-Models have the layers of their default configs, but small widths. "first call" is the time of a padded batch that is
-also compared with the padded run, and "later calls" that of the same batch afterwards. Also the time of importing
-``nt_attention``, in processes of their own.
+The check runs the model itself on short rows, see ``nt_attention/hf/check``. What it has found for equal models is
+forgotten before each first patch. ``BertModel`` has the sizes of BERT-base. The others have the layers of their default
+configs, but small widths, so that mostly the host takes the time; one of them can't be packed. Also the time of a
+padded forward of the rows of the check, and of importing ``nt_attention``, in processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import subprocess
 import sys
@@ -21,44 +23,68 @@ import torch
 import transformers
 
 import nt_attention as nta
+from nt_attention.hf.check import plans
+from nt_attention.hf.check.rows import Rows
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 99, "num_attention_heads": 4}
-KINDS = ("BertForSequenceClassification", "LlamaForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM", "JambaModel")
+SIZES = {
+    "BertModel": {},
+    "BertForSequenceClassification": SMALL,
+    "LlamaForCausalLM": SMALL | {"num_key_value_heads": 2, "head_dim": 16},
+    "MixtralForCausalLM": SMALL | {"num_key_value_heads": 2},
+    "Gemma3ForCausalLM": SMALL | {"num_key_value_heads": 2, "head_dim": 16},
+    "JambaModel": SMALL | {"num_key_value_heads": 2},
+    "LongformerModel": SMALL,
+}
 
 
-def time_ms(function: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    function()
-    return (time.perf_counter() - begin) * 1e3
+def median_ms(function: Callable[[], Any], rounds: int, before: Callable[[], Any] | None = None) -> float:
+    times = []
+    for _ in range(rounds):
+        if before is not None:
+            before()
+        begin = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times)
 
 
-def median_ms(function: Callable[[], Any], rounds: int) -> float:
-    return statistics.median(time_ms(function) for _ in range(rounds))
+def patch_and_remove(model: Any) -> bool:
+    """Whether the model can be packed."""
+    try:
+        nta.patch(model).remove()
+    except ValueError:
+        return False
+    return True
+
+
+def measure(name: str, rounds: int) -> None:
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**SIZES[name])).eval()
+    second, inputs = copy.deepcopy(model), Rows.draw(model).inputs
+    packs = patch_and_remove(model)
+    with torch.no_grad():
+        forward = median_ms(lambda: model(**inputs), rounds)
+    first = median_ms(lambda: patch_and_remove(model), rounds, before=plans._kept.clear)
+    equal = median_ms(lambda: patch_and_remove(second), rounds)
+    layers, kept = model.config.num_hidden_layers, "packed" if packs else "not packed"
+    print(f"| {name} | {layers} | {kept} | {forward:.0f} | {first:.0f} | {equal:.1f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    torch.set_num_threads(2)
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}; ms, medians but for what is first")
-    print("| model | layers | first patch | patch of an equal model | first call | later calls |")
-    print("|---|---|---|---|---|---|")
-    mask = (torch.arange(64) < torch.tensor([[64], [40], [21], [9]])).long()
-    batch = {"input_ids": 7 * mask, "attention_mask": mask}
-    for name in KINDS:
-        kind = getattr(transformers, name)
-        more = {} if name.startswith("Bert") else {"head_dim": 16, "num_key_value_heads": 2}
-        model = kind(kind.config_class(**SMALL, **more)).eval()
-        first = time_ms(lambda model=model: nta.patch(model).remove())
-        again = median_ms(lambda model=model: nta.patch(model).remove(), rounds)
-        with nta.patch(model), torch.no_grad():
-            compared = time_ms(lambda model=model: model(**batch))
-            later = median_ms(lambda model=model: model(**batch), rounds)
-        times = " | ".join(f"{x:.1f}" for x in (first, again, compared, later))
-        print(f"| {name} | {model.config.num_hidden_layers} | {times} |", flush=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, threads: {options.threads}; medians, ms"
+    )
+    print("| model | layers | | forward of its rows | first patch | an equal model |\n|---|---|---|---|---|---|")
+    for name in SIZES:
+        measure(name, options.rounds)
     command = [sys.executable, "-c", "import nt_attention"]
-    print(f"import nt_attention: {median_ms(lambda: subprocess.run(command, check=True), rounds):.0f} ms")
+    print(f"import nt_attention: {median_ms(lambda: subprocess.run(command, check=True), options.rounds):.0f} ms")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ class Plan:
             (`pack/convolutions.py`).
         reads_padding: whether unpatched values of some padded batches depend on the padding. Packed, they are those of
             each sequence alone.
-        is_random: whether the model makes random numbers in training, besides dropout.
     """
 
     positions: Positions = "padded"
@@ -49,7 +48,6 @@ class Plan:
     equal_lengths: bool = False
     convolutions: tuple[str, ...] = ()
     reads_padding: bool = False
-    is_random: bool = False
 
     @property
     def mixing(self) -> tuple[str, ...]:

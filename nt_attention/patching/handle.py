@@ -40,23 +40,26 @@ class PrefixCounts:
         self.computed: int = 0
         self.models: int = 0
         self.left: list[str] = []
+        self._paused_in: int | None = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which calls of this thread are not counted."""
+        self._paused_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._paused_in = None
 
     @outside_of_graphs
     def add(self, reason: str | None, tokens: int = 0, computed: int = 0) -> None:
         """Count a call."""
+        if self._paused_in == threading.get_ident():
+            return
         with _lock:
             self.calls[reason] += 1
             self.tokens += tokens
             self.computed += computed
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context whose calls do not count."""
-        before = self.calls.copy(), self.tokens, self.computed
-        try:
-            yield
-        finally:
-            self.calls, self.tokens, self.computed = before
 
     def add_model(self, model: nn.Module, reason: str | None) -> bool:
         """Note a model, and why it can't share. Returns whether it can."""

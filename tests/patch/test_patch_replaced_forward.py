@@ -195,3 +195,25 @@ def test_reentrant_checkpoint_recomputed_with_other_attention_raises(change):
     handle.remove() if change == "remove" else model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError):
         loss.backward()
+
+
+@pytest.mark.usefixtures("uncompared")
+def test_an_argument_that_the_forward_of_a_head_takes_leaves_the_base_model_packed():
+    """As TRL's `fused_lm_head`."""
+    model, batch = make(), make_batch()
+    forward = model.forward
+
+    def scaled(*args, scale=1.0, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * scale
+        return out
+
+    model.forward = scaled
+    want = model(**batch, scale=2.0).logits
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="the head of this call runs padded"):
+        shapes = rows_seen(model)
+        got = model(**batch, scale=2.0).logits
+        assert handle.calls[None] == 1
+    tokens = batch["attention_mask"].bool()
+    close(got[tokens], want[tokens])
+    assert shapes == [PACKED]

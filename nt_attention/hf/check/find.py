@@ -31,16 +31,19 @@ from ..pack.change_model import make_padding_free, set_attention
 from ..pack.convolutions import classes_with_convolutions
 from ..pack.deferred_scores import CannotDeferError
 from ..pack.padded_modules import one_group
+from ..pack.side_effects import RandomNumbers
+from ..pack.tensor_parallel import DIVIDES_TOKENS, divides_tokens
 from ..plan import Form, Head, Plan, Positions
+from ..route.dropout import without_attention_dropout
 from ..route.packed_mask import CannotMaskError, MixesSequencesError
 from .errors import TOLERANCE, UNITS, relative_error, units_apart, worst
-from .random_numbers import RandomNumbers
 from .rows import (
     OTHER_LENGTHS,
     Rows,
     Seen,
     device_of,
     embeddings_of,
+    gathered,
     options_of,
     plain_mode,
     run,
@@ -108,6 +111,8 @@ def find_plan(model: PreTrainedModel, inside: bool = False) -> Plan:
     Raises:
         NotPackableError: it can't be packed.
     """
+    if divides_tokens(model):
+        raise NotPackableError(DIVIDES_TOKENS)
     with plain_mode(device_of(model)), unchanged(model):
         return _Check(model, inside).find()
 
@@ -230,11 +235,11 @@ class _Check:
             _, of_longer = self._watch(self.longer)
             self._compare_lengths(seen, of_longer)
             self.base.train()
-            with RandomNumbers() as random:
+            with without_attention_dropout(), RandomNumbers(device_of(self.base)) as random:
                 self._compare_bits(self._run_with_gradients(), "in training, ")
         if random.made:
             self._check_random()
-        return replace(plan, reads_padding=reads_padding, is_random=bool(random.made))
+        return replace(plan, reads_padding=reads_padding)
 
     def _run(self, rows: Rows) -> dict[str, Tensor]:
         try:
@@ -361,10 +366,9 @@ class _Check:
     def _check_random(self) -> None:
         """Check that the model makes no random numbers for each row: a packed batch has one row."""
         self.base.train()
-        with RandomNumbers() as random:
-            out = self.rows.inputs
-            seed_all(0)
-            self.base(**out)
+        seed_all(0)
+        with RandomNumbers(device_of(self.base)) as random:
+            self.base(**self.rows.inputs)
         name = random.by_row(*self.rows.inputs["attention_mask"].shape)
         if name is not None:
             raise NotPackableError(
@@ -455,7 +459,8 @@ class _Check:
         if labels and self.rows.targets is not None:
             inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
         run = self.model.forward if self.inside else self.model
-        return run(**inputs, **{name: x.clone() for name, x in labels.items()}, **options_of(self.model))
+        out = run(**inputs, **{name: x.clone() for name, x in labels.items()}, **options_of(self.model))
+        return gathered(out) if isinstance(out, Mapping) else out
 
 
 def _are_finite(values: dict[str, Tensor]) -> bool:

@@ -28,10 +28,11 @@ from .. import families
 from ..pack.outputs import UnknownOutputError
 from ..pack.padded_on_read import PaddedOnRead
 from ..pack.routes import ModelCall, Unpatched
+from ..pack.side_effects import ConstantNumbers
 from ..route.attention import OtherLengthError
+from ..route.dropout import without_dropout
 from .find import first_cause, first_line, of_cause
 from .later import are_sharded
-from .random_numbers import RandomNumbers
 from .rows import unchanged, watching
 
 LONGEST_ROW = 4096  # positions, of rows that run padded
@@ -237,7 +238,7 @@ class _Comparison:
         """What differs, and in which module, or None."""
         prefixes = self.call.entry.handle.prefixes
         uncounted = nullcontext() if prefixes is None else prefixes.paused()
-        with unchanged(self.call.model), RandomNumbers(drops=False), uncounted:
+        with unchanged(self.call.model), without_dropout(), ConstantNumbers(), uncounted:
             try:
                 got = self._packed(self.call)
             except (UnknownOutputError, OtherLengthError):  # the call itself falls back

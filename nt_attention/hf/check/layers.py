@@ -24,11 +24,11 @@ from ...torch_private import backward_id, pytree
 from .. import families
 from ..pack.encoder_layers import EncoderCall, add_padded_to_layers, encoder_layers, packing_of, parts_of_call
 from ..pack.packing import Packing
+from ..route.dropout import without_dropout
 from ..route.packed_row import LayerCalls, running
 from .find import MOST_PADDED_CLASSES, why_raised
 from .first_batches import Structure, choose_rows, comparing, dtype_of, error_of, floor_of
 from .later import are_sharded
-from .random_numbers import RandomNumbers
 from .rows import seed_all, unchanged
 
 
@@ -140,7 +140,7 @@ class _Comparison:
 
     def why_different(self) -> tuple[str | None, str | None]:
         """What differs, and the class of the module, if it is known."""
-        with unchanged(self.model), RandomNumbers(drops=False):
+        with unchanged(self.model), without_dropout():
             want = self._run(running(unpatched=parts_of_call(self.model)))
             try:
                 got = self._run(running(layers=LayerCalls(lambda reason: None)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -34,26 +35,28 @@ class Checked:
     how: str
 
 
+_lock = threading.RLock()  # two checks at a time would draw random numbers in turn
 _kept: dict[Hashable, Plan | str] = {}  # key → the plan, or why there is none
 
 
 def checked(model: PreTrainedModel, inside: bool = False) -> Checked:
     """The plan of a model, or why there is none. `inside` is that of `find_plan`."""
-    key, how = key_of(model), "checked before, on an equal model"
-    found = None if key is None else _kept.get(key)
-    if found is None:
-        begin = time.perf_counter()
-        try:
-            found = find_plan(model, inside)
-        except NotPackableError as error:
-            found = str(error)
-        how = f"checked on this model in {time.perf_counter() - begin:.1f} s"
-    base = families.base_model(model)
-    for each in [key, key_of(base)] if isinstance(found, str) and base is not model else [key]:
-        if len(_kept) >= _MOST:
-            _kept.clear()
-        if each is not None:
-            _kept[each] = found
+    with _lock:
+        key, how = key_of(model), "checked before, on an equal model"
+        found = None if key is None else _kept.get(key)
+        if found is None:
+            begin = time.perf_counter()
+            try:
+                found = find_plan(model, inside)
+            except NotPackableError as error:
+                found = str(error)
+            how = f"checked on this model in {time.perf_counter() - begin:.1f} s"
+        base = families.base_model(model)
+        for each in [key, key_of(base)] if isinstance(found, str) and base is not model else [key]:
+            if len(_kept) >= _MOST:
+                _kept.clear()
+            if each is not None:
+                _kept[each] = found
     return Checked(found, None, how) if isinstance(found, Plan) else Checked(None, found, how)
 
 
@@ -85,9 +88,11 @@ def _described(value: Any) -> str | None:
         return repr(value)
     if isinstance(value, dict | list | tuple | set | frozenset):
         parts = [_described(x) for x in ([*value, *value.values()] if isinstance(value, dict) else value)]
-        return None if None in parts else f"{type(value).__name__}{parts}"
+        if None in parts:
+            return None
+        return f"{type(value).__name__}{sorted(parts, key=str) if isinstance(value, set | frozenset) else parts}"
     if isinstance(value, functools.partial):
-        return _described([value.func, value.args, value.keywords])
+        return _described((value.func, value.args, value.keywords))
     is_function = callable(value) and not isinstance(value, nn.Module | type)
     if is_function and not _is_of_a_module(value):
         return None

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from ...graphs.module_state import Snapshot
 from ...kernels.select import automatic_choice
-from ...torch_private import pytree
+from ...torch_private import parameters_of, pytree
 from .. import families
 from ..pack.encoder_decoder import OF_SOURCE
 from ..pack.inputs import padding_id
+from ..pack.tensor_parallel import is_distributed
 from ..route.packed_mask import PackedMask
+from .later import are_sharded
 
 LENGTHS = (11, 9, 13)
 TARGETS = (7, 10, 5)  # of an encoder-decoder
@@ -154,7 +156,15 @@ def run(model: Any, rows: Rows, inside: bool = False) -> dict[str, Tensor]:
     out = (model.forward if inside else model)(**rows.inputs, **options_of(model))
     if not isinstance(out, Mapping):
         raise TypeError(f"it returns a {type(out).__name__}, not outputs by name")
-    return rows.values(out)
+    return rows.values(gathered(out))
+
+
+def gathered(out: Any) -> Any:
+    """Outputs by name, in which tensors that are divided over ranks are whole."""
+    for name, x in list(out.items()):
+        if is_distributed(x):
+            out[name] = x.full_tensor()
+    return out
 
 
 def options_of(model: Any) -> dict[str, bool]:
@@ -237,7 +247,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes.items():
                 module.training = training
+            # FSDP2 replaces parameters in a forward, and knows which ones it has gathered.
+            tables = [parameters_of(module) for module in modes] if are_sharded(model) else []
+            parameters = [table.copy() for table in tables]
             before.restore()
+            for table, now in zip(tables, parameters, strict=True):
+                table.update(now)
             random.setstate(states[0])
             np.random.set_state(states[1])
 

@@ -67,7 +67,7 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
         name = register(over or ("sdpa" if before != "eager" and supports_sdpa(model) else "eager"))
         model.set_attn_implementation(name)
         for config in _configs_of_layers(model, configs):
-            if attention_of(config) in (before, over and NAME_OVER[over]):
+            if attention_of(config) in (before, over, over and NAME_OVER[over]):
                 kept.append((config, {ATTENTION: over or attention_of(config)}))
                 vars(config)[ATTENTION] = name
     return before

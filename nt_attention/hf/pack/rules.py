@@ -7,6 +7,7 @@ have a patched `forward`, because some callers do not call the head's `forward`:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ from .inputs import has_axes, padding_id, points_at_padding
 from .routes import FallsBack, HeadFallsBack, ModelCall, SmallBatch, Unpatched
 from .sharded_packing import why_call_not_sharded
 from .shared_prefixes import may_share
-from .tensor_parallel import divides_tokens
+from .tensor_parallel import DIVIDES_TOKENS, divides_tokens
 
 NO_PADDING = "there is no padding to skip"
 NO_MASK = "it has no attention_mask, so all positions count as tokens"
@@ -56,7 +57,8 @@ def needs_samples(call: ModelCall) -> str | None:
 
 def has_other_arguments(call: ModelCall) -> str | None:
     """An argument or the config asks for what a packed row can't give."""
-    return why_arguments_not_packed(call.arguments, call.model, call.entry.is_routed)
+    base = None if call.entry.head is None else call.base
+    return why_arguments_not_packed(call.arguments, call.model, call.entry.is_routed, base)
 
 
 def has_no_padding_id(call: ModelCall) -> str | None:
@@ -71,6 +73,8 @@ def head_needs_rows(call: ModelCall) -> str | None:
     if call.entry.head is None:
         return None
     model, arguments = call.model, call.arguments
+    if unknown := arguments.keys() - families.INPUTS:
+        return _NOT_KNOWN.format(unknown.pop())
     labels = arguments.get("labels", arguments.get("shift_labels"))
     if has_other_loss(model) or (labels is not None and not _has_usual_loss(model)):
         return "its loss_function was replaced, and may need padded rows"
@@ -155,10 +159,16 @@ _NOT_PACKED = {
     "output_router_logits": "it asks for router logits, whose loss needs the padded mask",
     "encoder_hidden_states": "it has encoder_hidden_states for cross-attention",
 }
+_NOT_KNOWN = "its argument {!r} is not known, and may depend on padded rows"
 
 
-def why_arguments_not_packed(arguments: dict[str, Any], model: PreTrainedModel, is_routed: bool) -> str | None:
-    """Why a call with these arguments can't be packed, or None."""
+def why_arguments_not_packed(
+    arguments: dict[str, Any], model: PreTrainedModel, is_routed: bool, base: Any = None
+) -> str | None:
+    """Why a call with these arguments can't be packed, or None.
+
+    An argument that is not known may be one of the head, if `base` is passed and its class does not name it.
+    """
     config = model.config
     of_config = vars(config)  # the __getattribute__ of a config is a Python function, which takes µs
     is_ours = of_config.get(ATTENTION) in NAMES
@@ -171,8 +181,8 @@ def why_arguments_not_packed(arguments: dict[str, Any], model: PreTrainedModel, 
     for name, x in arguments.items():
         if name in _NOT_PACKED and x is not False:  # not its truth value: an empty cache is falsy
             return _NOT_PACKED[name]
-        if name not in families.INPUTS:
-            return f"its argument {name!r} is not known, and may depend on padded rows"
+        if name not in families.INPUTS and (base is None or name in inspect.signature(type(base).forward).parameters):
+            return _NOT_KNOWN.format(name)
     mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its attention_mask is not (batch, length)"
@@ -181,7 +191,7 @@ def why_arguments_not_packed(arguments: dict[str, Any], model: PreTrainedModel, 
     if is_routed and not is_ours:
         return f"its attention was set to {attention_of(config)!r} after the patch"
     if divides_tokens(model):
-        return "its parallel styles divide the tokens of a row over ranks, and a packed row may not divide evenly"
+        return DIVIDES_TOKENS
     return None
 
 

@@ -100,9 +100,9 @@ def run_shared(counts: PrefixCounts, base: nn.Module, original: Callable[..., An
         # Watching slows down every function of torch. Later calls only compare the states of generators.
         with nullcontext() if kind in without_random else random:
             out = _run_on_tree(tree, original, arguments)
-        reason = _IS_RANDOM if random.are_new else _KEEPS if stored.are_new else None
+        reason = _IS_RANDOM if random.are_for_tokens else _KEEPS if stored.are_new else None
         if reason is None:
-            if not random.has_single:
+            if not random.made:
                 without_random.add(kind)
             counts.add(None, int(arguments["input_ids"].shape[1]), tree.total)
             return out
