@@ -19,7 +19,7 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHOWN = {"patch_a_model.ipynb": "start.md"}  # in examples/ → in docs/
 # What differs from machine to machine: times, ratios of times, rounding errors, the version of transformers.
-MEASURED = re.compile(r"\d+(?:\.\d+)?(?= ms\b| ×)|\d\.\de-\d\d|(?<=transformers )[\d.]+\d")
+MEASURED = re.compile(r"\d+(?:\.\d+)?(?= m?s\b| ×)|\d(?:\.\d)?e[-+]\d\d|(?<=transformers )[\d.]+\d")
 
 
 def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
