@@ -12,6 +12,8 @@ import pytest
 import torch
 from processes import run_in_processes
 
+from nt_attention.hf.check import plans
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 NOTEBOOKS = runpy.run_path(str(EXAMPLES.parent / "tools" / "notebooks.py"))
 # The trainers of these are also tested in tests/trainers.
@@ -83,7 +85,8 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("path", files("*.ipynb"))
-def test_notebook_runs(path):
+def test_notebook_runs(path, monkeypatch):
+    monkeypatch.setattr(plans, "_kept", {})  # its models are checked, as in a process of its own
     install, *cells = NOTEBOOKS["code_cells"](json.loads(path.read_text("utf-8")))
     assert "".join(install["source"]).startswith("%pip install")
     namespace = {}

@@ -97,12 +97,10 @@ class ConstantNumbers(TorchFunctionMode):
         torch.manual_seed(0)
         if name in ("rand", "randn"):
             return out.fill_(function((), dtype=out.dtype, device=out.device))
-        if name in ("rand_like", "randn_like") or (
-            name.endswith("_") and not any(isinstance(x, Tensor) for x in args[1:])
-        ):
-            return out.fill_(
-                function(out.new_empty(()), *args[1:], **{k: x for k, x in kwargs.items() if k != "input"})
-            )
+        is_in_place = name.endswith("_") and not any(isinstance(x, Tensor) for x in args[1:])
+        if is_in_place or name in ("rand_like", "randn_like"):
+            options = {key: x for key, x in kwargs.items() if key != "input"}
+            return out.fill_(function(out.new_empty(()), *args[1:], **options))
         return out
 
 
