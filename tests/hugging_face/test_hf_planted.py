@@ -110,7 +110,10 @@ def errors_of_patch(planted):
 
 
 @pytest.mark.parametrize(
-    "name", sweep_except(WRONG.keys() - set(NOT_SEEN), "late_window", "sorted", "flag_buffer", "half", "own_hook")
+    "name",
+    sweep_except(
+        [name for name in WRONG if name not in NOT_SEEN], "late_window", "sorted", "flag_buffer", "half", "own_hook"
+    ),
 )
 def test_models_that_mix_sequences_are_refused_or_right(name):
     errors, _ = errors_of_patch(WRONG[name])

@@ -36,6 +36,7 @@ from ..pack.tensor_parallel import DIVIDES_TOKENS, divides_tokens
 from ..plan import Form, Head, Plan, Positions
 from ..route.dropout import without_attention_dropout
 from ..route.packed_mask import CannotMaskError, MixesSequencesError
+from ..route.rope import scales_by_length
 from .errors import TOLERANCE, UNITS, relative_error, units_apart, worst
 from .rows import (
     OTHER_LENGTHS,
@@ -161,6 +162,7 @@ class _Check:
             NotPackableError: it can't be packed.
         """
         self.base.eval()
+        self.scales = any(map(scales_by_length, self.base.modules()))
         try:
             first, *others = self.rows.each()[1:]
             values, seen = run_and_watch(self.base, first, 0, self.inside)
@@ -294,11 +296,11 @@ class _Check:
         got = self._run(replace(self.rows, is_left=True))
         if self.left is not None and self._is_near(got, self.left):
             return False
-        # Unpatched, states read padding. Users may mean that of positions, which the padded run then says.
+        # Unpatched, states read padding, and some rotary embeddings are scaled by the longest row of a batch.
+        may_differ = self.left is None or self.scales or (plan.mixing and plan.positions != "ids")
         of_tokens = self._of_tokens(self.alone, len(self.rows.sequences) - 1)
-        may_differ = self.left is None or (plan.mixing and plan.positions != "ids")
         if may_differ and worst(self._without_first(got), of_tokens, self.tolerance)[0] <= 1:
-            return self.left is not None
+            return self.left is not None and bool(plan.mixing)
         raise NotPackableError.by(None, "with padding on the left, its values are not those of the padded run")
 
     def _without_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -420,7 +422,7 @@ class _Check:
                 if not self._is_near_loss(known, loss):  # a loss of its own
                     return False
         try:
-            if plan.reads_padding:  # the padded run gives something else
+            if plan.reads_padding or self.scales:  # the padded run gives something else
                 with packed(self.model, replace(plan, head="sequence")):
                     out = self._call_model(labels)
             with packed(self.model, plan):
