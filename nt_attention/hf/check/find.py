@@ -329,7 +329,8 @@ class _Check:
 
     def _compare_lengths(self, seen: list[Seen], of_longer: list[Seen]) -> None:
         """Compare the calls of modules, if the neighbors of the second sequence have other lengths."""
-        cause = first_cause(seen, of_longer, 0.1 * self.tolerance)
+        units = max((torch.finfo(x.dtype).eps for each in seen for x in each.outputs), default=0.0)
+        cause = first_cause(seen, of_longer, max(0.1 * self.tolerance, 4 * units))  # the length may choose the kernel
         if cause is not None:
             raise NotPackableError.by(cause, f"{of_cause(cause)} {_BY_LENGTH}")
 
