@@ -41,6 +41,7 @@ from .pack.sharded_packing import why_not_sharded
 from .pack.shared_prefixes import why_not_shared
 from .plan import Plan
 from .route.attention import attention, is_stock
+from .route.hand_packed import is_packed, mixed_rows_error
 from .route.packed_row import counts_positions, is_unpatched, running
 from .route.rope import scales_by_length
 from .transformers_private import ATTENTION, attention_of
@@ -94,6 +95,9 @@ class _Patch:
     def skip(self, reason: str, look_inside: bool = False) -> bool:
         """Leave the model as it is."""
         self.handle.skip(self.name, f"{type(self.model).__name__} {reason.rstrip('.')}.")
+        if look_inside:
+            names = tuple(inspect.signature(self.model.forward).parameters)
+            override_forward(self.model, functools.partial(_refuse_packed_rows, names), self.handle)
         return not look_inside
 
     def replace_attention(self) -> bool:
@@ -148,7 +152,9 @@ class _Patch:
             not_routed = families.why_not_routed(model)
             alone = _ALONE if attention_modules(model) else _WITHOUT_ATTENTION
             advice = alone if not_routed is None else f"It {not_routed}. {_REWRITE}"
-            may_look = any(families.may_pack(part) for part in _parts_of(model))
+            may_look = any(map(families.may_pack, _parts_of(model))) or any(
+                isinstance(part, nn.MultiheadAttention) for part in model.modules()
+            )
             return self.skip(f"can't be packed: {found.reason} ({found.how}). {advice}", look_inside=may_look)
         if handle.mesh is not None and (reason := _why_not_sharded(model, plan)) is not None:
             return self.skip(f"can't be divided over the ranks of a mesh: {reason}")
@@ -256,6 +262,15 @@ def _run_padded(
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
     with running(unpatched=tuple(parts if masks else ())):
         return original(*args, **kwargs)
+
+
+def _refuse_packed_rows(
+    names: tuple[str, ...], model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a model that is not packed, though the models in it are. `names` are those of its arguments."""
+    if is_packed({**dict(zip(names, args, strict=False)), **kwargs}):
+        raise mixed_rows_error(model, "it is not packed as a whole")
+    return original(*args, **kwargs)
 
 
 def _run_expanded(

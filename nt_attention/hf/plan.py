@@ -28,6 +28,7 @@ class Plan:
         positions: how positions are counted, as in `families.Family`.
         pool: whether the base model's `pooler` gets the first token of each row.
         head: how the head runs, or None for a base model.
+        head_mixes: whether the head gives values for tokens, and computes them with other tokens of the row.
         mask: the form of the `PackedMask` that the model gets, or None if it gets a mask without elements, because it
             passes `cu_seq_lens` to its attention.
         is_causal: whether the attention of a model that gets a `PackedMask` is causal.
@@ -42,6 +43,7 @@ class Plan:
     positions: Positions = "padded"
     pool: bool = False
     head: Head | None = None
+    head_mixes: bool = False
     mask: Form | None = None
     is_causal: bool = False
     padded: tuple[str, ...] = ()

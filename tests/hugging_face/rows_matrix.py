@@ -148,8 +148,8 @@ def fit(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "output_hidden_states": True}
 
 
-def form_outcomes(model: Any, way: str, ids: list[torch.Tensor], first: int, alone: Any) -> dict[str, str]:
-    """The outcome of each form. `alone` has the outputs of each sequence alone."""
+def form_outcomes(model: Any, way: str, ids: list[torch.Tensor], first: int, alone: Any, stock: str) -> dict[str, str]:
+    """The outcome of each form. `alone` has the outputs of each sequence alone, `stock` is the outcome unpatched."""
     outcomes, padding = {}, padding_of(model)
     tolerance = TOLERANCE[next(p.dtype for p in model.parameters() if p.is_floating_point())]
     before, handle = model.config._attn_implementation, None
@@ -169,7 +169,9 @@ def form_outcomes(model: Any, way: str, ids: list[torch.Tensor], first: int, alo
             outcomes[form] = refusal(error)
         if handle is not None:
             calls = [str(reason) for reason in handle.calls if reason is not None]
-            outcomes[form] += f" (padded: {'; '.join(calls)})" if calls and outcomes[form] == "right" else ""
+            if calls and outcomes[form] in ("right", stock):
+                outcome = "as unpatched" if outcomes[form].startswith("WRONG") else "right"
+                outcomes[form] = f"{outcome} (padded: {'; '.join(calls)})"
             handle.calls.clear()
     if handle is not None:
         handle.remove()
@@ -229,7 +231,7 @@ def outcome_of(row: tuple[str, str, str]) -> dict[str, Any]:
             padded = model(**fit(model, inputs_of("padded", ids, padding_of(model), first)), return_dict=True)
             entry["stock"] = compare("padded", padded, alone, TOLERANCE[model.dtype])
             for way in WAYS:
-                entry[way] = form_outcomes(model, way, ids, first, alone)
+                entry[way] = form_outcomes(model, way, ids, first, alone, entry["stock"])
     except BaseException as error:
         entry["not built"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     finally:

@@ -395,7 +395,15 @@ class _Check:
                 return replace(plan, head=head)
         if not has_base:
             raise NotPackableError("its head or its loss gives something else in a packed row")
-        return replace(plan, head="sequence")
+        plan = replace(plan, head="sequence", head_mixes=bool(heads))
+        try:
+            with packed(self.model, plan):
+                self._call_model(labels)
+        except _CannotRunError:  # the head keeps the mask from its base model, for example
+            raise
+        except Exception as error:  # the code of any model
+            raise why_raised(self.model, error) from error
+        return plan
 
     def _heads(self, out: Any, labels: dict[str, Tensor]) -> list[Head]:
         """How the head may run packed."""

@@ -250,7 +250,7 @@ def _override_entries(
         elif not packs_head:  # replaces the entry that another head with the same base model has made
             cast(PatchedForward, base.forward).forward = call
     if not packs_head and model is not base:
-        is_known = is_of_transformers(families.class_of(model))
+        is_known = is_of_transformers(families.class_of(model)) and not plan.head_mixes
         override_forward(model, SequenceHeadCall(_arguments(model)[0], is_known), handle)
 
 
