@@ -175,8 +175,9 @@ def why_not_packed(module: Any) -> str | None:
     """Why a model is not packed, whatever a check would find, or None."""
     if kind(module) in NOT_PACKED:
         return NOT_PACKED[kind(module)]
-    if getattr(base_model(module), "attention_type", None) == "block_sparse":
-        how = "call set_attention_type('original_full') on its base model before the patch"
+    sparse = (x for x in base_model(module).modules() if getattr(x, "attention_type", None) == "block_sparse")
+    if (found := next(sparse, None)) is not None:
+        how = f"call set_attention_type('original_full') on its {type(found).__name__} before the patch"
         return f"its attention is block sparse, which mixes sequences: {how}"
     cls: Any = class_of(module)
     parameters = inspect.signature(cls.forward).parameters.values()
