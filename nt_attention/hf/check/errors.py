@@ -30,7 +30,8 @@ def relative_error(got: Tensor, want: Tensor) -> float:
         return float("inf")
     if not want.numel():
         return 0.0
-    error = (got.double() - want.double()).abs().amax() / want.double().abs().amax().clamp(min=1e-6)
+    wide = torch.promote_types(want.dtype, torch.float32)  # float64 would take much memory for logits
+    error = (got.to(wide) - want).abs().amax() / want.abs().amax().to(wide).clamp(min=1e-6)
     return float(error.nan_to_num(float("inf")))
 
 
