@@ -96,7 +96,7 @@ class _StrictHandle(PatchHandle):
 def packed(model: Any, plan: Plan, shared_prefixes: bool = False) -> Iterator[PatchHandle]:
     """A context in which a model runs packed by a plan."""
     with _StrictHandle(type(model).__name__, shared_prefixes=shared_prefixes) as handle:
-        if families.routes_attention(model):
+        if families.has_named_attention(model):
             set_attention(model, handle)
         make_padding_free(model, plan, families.family_of(model), handle, "always", shared_prefixes, one_group)
         yield handle
