@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..layouts.protocol import Layout
 from ..torch_private import children_of, inside_compiled, parameters_of
 from .plan import Positions
-from .transformers_private import can_set_attention
+from .transformers_private import asks_for_attention, can_set_attention
 
 
 def pool_first(base: Any, first: Tensor) -> Tensor | None:
@@ -159,6 +159,11 @@ def family_of(module: Any) -> Family:
 def routes_attention(module: Any) -> bool:
     """Whether the attention of a model runs through transformers' interface, so that it can be replaced by name."""
     return why_not_routed(module) is None
+
+
+def has_named_attention(module: Any) -> bool:
+    """Whether a model has attention that can be replaced by name. Mamba may get a name, but has no attention."""
+    return routes_attention(module) and asks_for_attention(class_of(module))
 
 
 def why_not_routed(module: Any) -> str | None:

@@ -176,7 +176,7 @@ class _Patch:
     def _changed(self, how: list[str]) -> bool:
         """Set the name of our attention, and describe what was changed."""
         model, handle, name = self.model, self.handle, self.name
-        if families.routes_attention(model):
+        if families.has_named_attention(model):
             how.append(f"attn_implementation was {set_attention(model, handle)!r}")
         handle.change(name, f"{type(model).__name__}, {'; '.join(how)}")
         handle.change_layers(name, _attention_layers(model))

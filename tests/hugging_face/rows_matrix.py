@@ -169,10 +169,10 @@ def form_outcomes(model: Any, way: str, ids: list[torch.Tensor], first: int, alo
             outcomes[form] = refusal(error)
         if handle is not None:
             calls = [str(reason) for reason in handle.calls if reason is not None]
-            if calls and outcomes[form] in ("right", stock):
-                outcome = "as unpatched" if outcomes[form].startswith("WRONG") else "right"
-                outcomes[form] = f"{outcome} (padded: {'; '.join(calls)})"
+            outcomes[form] += f" (padded: {'; '.join(calls)})" if calls and outcomes[form] in ("right", stock) else ""
             handle.calls.clear()
+        if stock.startswith("WRONG"):
+            outcomes[form] = outcomes[form].replace(stock, "as unpatched")
     if handle is not None:
         handle.remove()
     model.config._attn_implementation_internal = before

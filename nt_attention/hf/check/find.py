@@ -37,7 +37,7 @@ from ..plan import Form, Head, Plan, Positions
 from ..route.dropout import without_attention_dropout
 from ..route.packed_mask import CannotMaskError, MixesSequencesError
 from ..route.rope import scales_by_length
-from .errors import TOLERANCE, UNITS, relative_error, units_apart, worst
+from .errors import TOLERANCE, UNITS, is_near_loss, relative_error, units_apart, worst
 from .rows import (
     OTHER_LENGTHS,
     Rows,
@@ -96,7 +96,7 @@ class _StrictHandle(PatchHandle):
 def packed(model: Any, plan: Plan, shared_prefixes: bool = False) -> Iterator[PatchHandle]:
     """A context in which a model runs packed by a plan."""
     with _StrictHandle(type(model).__name__, shared_prefixes=shared_prefixes) as handle:
-        if families.routes_attention(model):
+        if families.has_named_attention(model):
             set_attention(model, handle)
         make_padding_free(model, plan, families.family_of(model), handle, "always", shared_prefixes, one_group)
         yield handle
@@ -174,7 +174,8 @@ class _Check:
         self.left = left if _are_finite(left) else None  # BLOOM in float64 gives NaN
         # Under autocast, outputs may have another dtype than those of modules.
         dtypes = {x.dtype for each in seen for x in each.outputs} | {x.dtype for x in values.values()}
-        self.tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+        self.dtype = max(dtypes, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
+        self.tolerance = TOLERANCE.get(self.dtype, 0.0)
         if not self.alone or not _are_finite(self.alone):
             raise NotPackableError("its outputs are not finite, or have no values for tokens")
         plan = self._find_modules()
@@ -318,8 +319,8 @@ class _Check:
     def _is_near(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
         return worst(got, self._of_tokens(want, len(self.rows.sequences)), self.tolerance)[0] <= 1
 
-    def _is_near_loss(self, got: Tensor, want: Tensor) -> bool:
-        return relative_error(got, want) <= max(self.tolerance, TOLERANCE[want.dtype])
+    def _is_near_loss(self, got: Tensor, want: Tensor, error: float = 0.0) -> bool:
+        return is_near_loss(got, want, self.dtype, error)
 
     def _apart(self) -> Seen | None:
         """The first module that gives other values in the packed row than for the sequence alone."""
@@ -438,10 +439,14 @@ class _Check:
                 got = self._call_model(labels)
         except Exception:  # the head can't run packed
             return False
-        if not self._is_near(self.rows.values(got), self.rows.values(out)):
+        values, padded = self.rows.values(got), self.rows.values(out)
+        if not self._is_near(values, padded):
             return False
         loss, want = got.get("loss"), out.get("loss")
-        return plan.head == "span" or want is None or (loss is not None and self._is_near_loss(loss, want))
+        if plan.head == "span" or want is None:
+            return True
+        error = max((relative_error(values[name], x) for name, x in padded.items() if name in values), default=0.0)
+        return loss is not None and self._is_near_loss(loss, want, error)
 
     def _call_padded(self, labels: dict[str, Tensor]) -> Any:
         """The padded outputs, or None if the model takes other arguments, or returns no outputs by name."""

@@ -31,6 +31,7 @@ from ..pack.routes import ModelCall, Unpatched
 from ..pack.side_effects import ConstantNumbers
 from ..route.attention import OtherLengthError
 from ..route.dropout import without_dropout
+from .errors import is_near_loss, relative_error
 from .find import first_cause, first_line, of_cause
 from .later import are_sharded
 from .rows import unchanged, watching
@@ -229,11 +230,12 @@ class _Comparison:
 
     Attributes:
         largest: the largest relative difference, of rows that are the same.
+        rounding: that between padded rows and each of them alone.
         suspicious: outputs and rows in which a token differs by more than rounding explains in most models.
     """
 
     def __init__(self, call: ModelCall, rows: list[int]) -> None:
-        self.call, self.rows, self.largest = call, rows, 0.0
+        self.call, self.rows, self.largest, self.rounding = call, rows, 0.0, 0.0
         self.suspicious: list[tuple[str, int]] = []
 
     def why_different(self) -> str | None:
@@ -283,6 +285,7 @@ class _Comparison:
             if worst_token > floor_of(self.call.model):
                 self.suspicious.append((name, row))
         measured = max(rounding)
+        self.rounding = max(self.rounding, measured)
         floor = floor_of(self.call.model)
         most = _MOST_ROUNDING_OF_HALF if floor == _FLOOR_OF_HALF else _MOST_ROUNDING
         limit = floor + _FACTOR * (measured if measured <= most else 0.0)
@@ -332,8 +335,9 @@ class _Comparison:
         got = self._packed(call).get("loss")
         if got is None:
             return None
-        error = float((got.double() - want.double()).abs() / want.double().abs().clamp(min=1e-6))
-        return None if error <= 4 * floor_of(self.call.model) else f"the loss differs by {error:.1e}"
+        if is_near_loss(got, want, dtype_of(self.call.model), max(self.rounding, self.largest)):
+            return None
+        return f"the loss differs by {relative_error(got, want):.1e}"
 
     @property
     def _ignores_labels(self) -> bool:

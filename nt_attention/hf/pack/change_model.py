@@ -176,7 +176,7 @@ def make_padding_free(
     base = families.base_model(model)
     needs_row = _override_positions(base, handle) or plan.mask is not None
     needs_row |= add_padded_modules(base, plan, handle, grouping)
-    is_routed = families.routes_attention(model)
+    is_routed = families.has_named_attention(model)
     override_methods(base, handle)
     attentions = attention_modules(base).values()
     is_causal = any(getattr(module, "is_causal", False) is True for module in attentions)
