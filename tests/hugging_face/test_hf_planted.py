@@ -5,8 +5,21 @@ import warnings
 
 import pytest
 import torch
-from planted_by_users import RANDOM, RIGHT, RIGHT_BUT_REFUSED, RIGHT_IN_EVALUATION, WRONG
+from planted_by_users import (
+    NUM_LABELS,
+    RANDOM,
+    RIGHT,
+    RIGHT_BUT_REFUSED,
+    RIGHT_IN_EVALUATION,
+    WRONG,
+    Planted,
+    bert,
+    llama,
+)
 from sweeps import sweep_except
+from torch import nn
+from transformers import BertForTokenClassification, BertModel, LlamaForCausalLM
+from transformers.models.bert.modeling_bert import BertPooler
 
 import nt_attention as nta
 from nt_attention import NotPackedWarning
@@ -155,3 +168,62 @@ def test_models_with_dropout_are_packed(name):
     assert handle.calls == {None: 2}
     for name, values in tokens_of(before, batch, planted.labels).items():
         assert error({name: tokens_of(after, batch, planted.labels)[name]}, {name: values}) < planted.tolerance
+
+
+class LossOfPairs(BertForTokenClassification):
+    """Its loss has a term for each pair of neighboring labels, as that of a CRF."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.transitions = nn.Parameter(torch.randn(NUM_LABELS, NUM_LABELS))
+
+    def forward(self, *args, labels=None, **kwargs):
+        out = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None:
+            pairs = labels[:, :-1], labels[:, 1:]
+            are_labels = (pairs[0] != -100) & (pairs[1] != -100)
+            scores = self.transitions.log_softmax(-1)[pairs[0].clamp(min=0), pairs[1].clamp(min=0)]
+            out.loss = out.loss - 0.1 * (scores * are_labels).sum() / are_labels.sum()
+        return out
+
+
+class NumberOfRows(LlamaForCausalLM):
+    """It also returns one number, for all rows."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out["spread"] = out.logits[:, 0].softmax(-1).sub(out.logits[:1, 0].softmax(-1)).square().sum()
+        return out
+
+
+class PoolerOfLongRows(BertPooler):
+    def forward(self, hidden_states):
+        is_long = hidden_states.shape[1] > 20
+        return super().forward(hidden_states[:, :20].mean(1, keepdim=True) if is_long else hidden_states)
+
+
+def with_pooler(config):
+    model = BertModel(config)
+    model.pooler = PoolerOfLongRows(config)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "labels"),
+    [
+        (lambda: LossOfPairs(bert()), "token"),
+        (lambda: NumberOfRows(llama()), "next"),
+        (lambda: with_pooler(bert()), None),
+    ],
+    ids=["loss of pairs", "a number", "pooler"],
+)
+def test_values_beside_those_of_tokens(build, labels):
+    torch.manual_seed(0)
+    model, batch = build().eval(), Planted(None, None, {}, labels=labels).batch()
+    stock = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPackedWarning)
+        nta.patch(model)
+        got, want = model(**batch), stock(**batch)
+    for name in {"loss", "spread", "pooler_output"} & want.keys():
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)

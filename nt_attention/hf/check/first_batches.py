@@ -257,7 +257,7 @@ class _Comparison:
             for name in sorted(_OUTPUTS & got.keys() & padded.keys()):
                 if isinstance(got[name], Tensor) and (reason := self._compare(name, got, padded, alone)):
                     return reason
-            return self._compare_neighbors(got) or self._compare_losses(padded)
+            return self._compare_pooled(got, padded) or self._compare_neighbors(got) or self._compare_losses(padded)
 
     def _packed(self, call: ModelCall) -> Any:
         """What the packed call gives."""
@@ -298,6 +298,18 @@ class _Comparison:
             f"{name} differs by {errors[worst]:.1e} in a row of {len(tokens)} tokens, where rounding explains "
             f"{limit:.0e}{self._module(self.rows[worst])}"
         )
+
+    def _compare_pooled(self, got: Any, padded: Any) -> str | None:
+        """Compare the pooled output (B, E) of each row, unless the padded run pools padding."""
+        mine, theirs = got.get("pooler_output"), padded.get("pooler_output")
+        packing = self.call.packing
+        if mine is None or theirs is None or packing is None or mine.shape[0] != packing.rows:
+            return None
+        if any(int(packing.positions_of_row(row)[0]) for row in self.rows) or self.call.entry.plan.reads_padding:
+            return None
+        error = float(errors_of_tokens(mine[self.rows], theirs).max())
+        limit = floor_of(self.call.model) + _FACTOR * self.rounding
+        return None if error <= limit else f"pooler_output differs by {error:.1e}, where rounding explains {limit:.0e}"
 
     def _compare_neighbors(self, got: Any) -> str | None:
         """Why a token that differs depends on other rows, or None: then it differs by rounding, as experts do.
