@@ -227,3 +227,25 @@ def test_values_beside_those_of_tokens(build, labels):
         got, want = model(**batch), stock(**batch)
     for name in {"loss", "spread", "pooler_output"} & want.keys():
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+class LongRow(nn.Embedding):
+    """It adds the token before it, if the row is longer than each sequence ever is."""
+
+    def forward(self, input_ids):
+        states = super().forward(input_ids)
+        return states + states.roll(1, 1) if states.shape[1] > 128 else states
+
+
+def test_a_packed_row_that_is_twice_as_long_is_compared_again():
+    model = LlamaForCausalLM(llama()).eval()
+    model.model.embed_tokens = LongRow.from_pretrained(model.model.embed_tokens.weight)
+    with nta.patch(model) as handle, torch.no_grad():
+        for rows in (2, 16):
+            mask = torch.arange(20) < torch.tensor([20, 10]).repeat(rows // 2)[:, None]
+            got = model(input_ids=torch.arange(5, 25) * mask, attention_mask=mask.long()).logits
+    assert handle.calls[None] == 1
+    assert sum(handle.calls.values()) == 2
+    with torch.no_grad():
+        want = model(input_ids=torch.arange(5, 25) * mask, attention_mask=mask.long()).logits
+    torch.testing.assert_close(got[mask], want[mask])

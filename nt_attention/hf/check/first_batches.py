@@ -1,9 +1,9 @@
 """Compares the first packed calls of a model with padded ones: on the user's batches, by a few of their rows.
 
-A call is compared if none of its kind was (its mode, arguments, head and dtype), and again if its rows are twice as
-long as any that were compared. The batch runs packed once more, without gradients and dropout. The shortest row, the
-longest and one between run padded, and each of them alone. How much these two differ is the rounding of this model on
-this device, by which the packed run is judged.
+A call is compared if none of its kind was (its mode, arguments, head and dtype), and again if its rows, or the packed
+row, are twice as long as any that were compared. The batch runs packed once more, without gradients and dropout. The
+shortest row, the longest and one between run padded, and each of them alone. How much these two differ is the rounding
+of this model on this device, by which the packed run is judged.
 
 Dimensions: B rows of a padded batch, L positions in a row, T tokens, n tokens of a row.
 """
@@ -82,13 +82,13 @@ class _Compared:
 
     Attributes:
         structure: the modules of the model.
-        lengths: kind of call → the length of the longest rows that were compared.
+        sizes: kind of call → the length of the longest rows that were compared, and the most tokens of a packed row.
         wrong: kind of call → why such calls run padded. A kind that is a number is that of all calls in this state.
         calls: the number of calls.
     """
 
     structure: Structure
-    lengths: dict[Hashable, int] = field(default_factory=dict)
+    sizes: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
     wrong: dict[Hashable, str] = field(default_factory=dict)
     calls: int = 0
 
@@ -137,12 +137,14 @@ class FirstBatches:
         if reason := compared.wrong.get(kind, compared.wrong.get(kind[0])):
             return reason
         compared.calls += 1
-        if not self._is_due(kind, call, compared) or not (rows := _rows_to_compare(call)):
+        total = sum(packing.layout.total for packing in call.packings)
+        if not self._is_due(kind, call, compared, total) or not (rows := _rows_to_compare(call)):
             return None
         with comparing() as is_free:
             if not is_free:
                 return None
-            compared.lengths[kind] = max(compared.lengths.get(kind, 0), call.length)
+            longest, most = compared.sizes.get(kind, (0, 0))
+            compared.sizes[kind] = max(longest, call.length), max(most, total)
             comparison = _Comparison(call, rows)
             reason = comparison.why_different()
         if reason is None:
@@ -153,8 +155,9 @@ class FirstBatches:
         compared.wrong[kind[0] if is_usual else kind] = reason
         return reason
 
-    def _is_due(self, kind: Hashable, call: ModelCall, compared: _Compared) -> bool:
-        is_new = call.length >= 2 * compared.lengths.get(kind, 0)
+    def _is_due(self, kind: Hashable, call: ModelCall, compared: _Compared, total: int = 0) -> bool:
+        longest, most = compared.sizes.get(kind, (0, 0))
+        is_new = call.length >= 2 * longest or total >= 2 * most
         is_again = self.mode == "always" or (self.is_foreign and compared.calls % SHARE == 0)
         if not (is_new or is_again) or families.ROW_INPUTS & call.arguments.keys() or self.scales_by_length:
             return False
