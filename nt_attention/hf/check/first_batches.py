@@ -289,9 +289,8 @@ class _Comparison:
                 self.suspicious.append((name, row))
         measured = max(rounding)
         self.rounding = max(self.rounding, measured)
-        floor = floor_of(self.call.model)
-        most = _MOST_ROUNDING_OF_HALF if floor == _FLOOR_OF_HALF else _MOST_ROUNDING
-        limit = floor + _FACTOR * (measured if measured <= most else 0.0)
+        most = _most_rounding(self.call.model)
+        limit = floor_of(self.call.model) + _FACTOR * (measured if measured <= most else 0.0)
         worst = max(range(len(errors)), key=lambda at: errors[at])
         if errors[worst] <= limit:
             self.largest = max(self.largest, *errors)
@@ -311,8 +310,8 @@ class _Comparison:
         if any(int(packing.positions_of_row(row)[0]) for row in self.rows) or self.call.entry.plan.reads_padding:
             return None
         error = float(errors_of_tokens(mine[self.rows], theirs).max())
-        limit = floor_of(self.call.model) + _FACTOR * self.rounding
-        return None if error <= limit else f"pooler_output differs by {error:.1e}, where rounding explains {limit:.0e}"
+        # One value of each row, of which no nine tenths can be taken.
+        return None if error <= _most_rounding(self.call.model) else f"pooler_output differs by {error:.1e}"
 
     def _compare_neighbors(self, got: Any) -> str | None:
         """Why a token that differs depends on other rows, or None: then it differs by rounding, as experts do.
@@ -413,6 +412,11 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 def floor_of(model: nn.Module) -> float:
     """The relative error that is rounding in any case."""
     return _FLOOR.get(dtype_of(model), _FLOOR_OF_HALF)
+
+
+def _most_rounding(model: nn.Module) -> float:
+    """The relative error that is not rounding in any case."""
+    return _MOST_ROUNDING_OF_HALF if floor_of(model) == _FLOOR_OF_HALF else _MOST_ROUNDING
 
 
 # Packages whose modules compute each token by itself, or are checked as those of transformers are.
