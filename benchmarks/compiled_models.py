@@ -14,7 +14,7 @@ met before. All ways run it by turns. Times are medians of wall-clock times, fro
 compiled with ``dynamic=True``. A captured CUDA graph is replayed with the batch that it was captured with. The device's
 own time is that of its kernels, according to the profiler, which runs after all timing.
 
-Without a GPU it is a trial run of small models in float32.
+Without a GPU it is a test run of small models in float32.
 """
 
 from __future__ import annotations

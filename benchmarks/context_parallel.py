@@ -60,7 +60,7 @@ def workloads(scale: int) -> dict[str, Any]:
     }
 
 
-WORKLOADS = workloads(1 if GPU else 64)  # a trial run has fewer tokens
+WORKLOADS = workloads(1 if GPU else 64)  # a test run has fewer tokens
 CALLS = 6  # in a row
 Grads = tuple[Tensor, ...]
 

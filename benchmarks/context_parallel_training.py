@@ -10,7 +10,7 @@ bfloat16 parameters in forward and backward, and AdamW.
   Times are medians of wall-clock times of a step, from a barrier to the device sync of the slowest GPU.
 - long: one sequence of 524288 tokens, with activation checkpointing and a loss in chunks of 8192 tokens.
 
-Without a GPU it is a trial run of a small model in float32.
+Without a GPU it is a test run of a small model in float32.
 """
 
 from __future__ import annotations

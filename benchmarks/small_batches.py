@@ -7,7 +7,7 @@ dropout. The first row is as long as the batch; the lengths of the other rows ar
 of the same shape, and both ways run it by turns. Times are medians of wall-clock times in ms, from device sync to
 device sync; the ratio is the median over rounds of padded over patched.
 
-Without a GPU it is a trial run of small models in float32.
+Without a GPU it is a test run of small models in float32.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ little less than 12288, 14336 and 16384 tokens, by turns. Each step has a batch 
 loss, a backward, and the end of the gradients. Times are medians of wall-clock times, from device sync to device sync.
 The time for which the device is busy is that of its kernels, by the profiler, which runs after all timing.
 
-Without a GPU it is a trial run of small models in float32.
+Without a GPU it is a test run of small models in float32.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ padded outputs. Times are wall-clock times, medians over rounds in which both al
 takes its fast path, which skips padding too, also inside nn.Transformer. The single layer has VarlenMultiheadAttention
 as its attention, runs on NestedTensors, and is compiled by torch.compile(fullgraph=True).
 
-Without a GPU it is a trial run: small models in float32, and no compiled layer.
+Without a GPU it is a test run: small models in float32, and no compiled layer.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ folder, under the names that the programs load. Other training programs of sente
 for float16 or bfloat16 on a GPU.
 
 Both runs of a program have the same seed. Times are CPU seconds of ``Trainer.train``, the smallest of all rounds: other
-programs on the machine change them less than wall-clock times. The start of the process and the trial of a model
+programs on the machine change them less than wall-clock times. The start of the process and the check of a model
 are not part of them.
 """
 

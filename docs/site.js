@@ -17,7 +17,7 @@ function find(query, data) {
   const parts = [...types.flatMap(ofType), ...classes.filter((each) => each.toLowerCase().startsWith(wanted)).map(ofClass)];
   if (parts.length) return parts.slice(0, 12);
   const kind = (data.names.find(([pattern]) => new RegExp(pattern).test(name)) || ["", ""])[1];
-  if (!kind) return [`${query.trim()} is not in the tables: it is tried when you patch.`];
+  if (!kind) return [`${query.trim()} is not in the tables: it is checked when you patch.`];
   return [`By its name, its type is ${kind}. To be sure, see model_type in its config.json.`, ...ofType(kind)];
 }
 

@@ -19,7 +19,6 @@ COMMANDS = {
     "check": "verify the backends on this machine against float64",
     "estimate": "measure whether patch would make a Hugging Face model faster on your texts or lengths",
     "run": "run a program in which every Hugging Face model is patched",
-    "check-models": "check which Hugging Face text models can be packed",
     "kernel": "write a folder from which transformers loads this library as a kernel of flash attention",
     "tune": "measure the expected times of the backends on this GPU, by which auto selects",
 }

@@ -10,7 +10,7 @@ from torch import nn
 from .graphs.cache import CudaGraphs
 from .modules.multihead import VarlenMultiheadAttention
 from .patching.forwards import CALL_REMOVE_FIRST, WeakReference, active_handles
-from .patching.handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
+from .patching.handle import CheckMode, NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 from .torch_models import stacks
 from .torch_models.attention_modules import swap_attention
 from .torch_private import children_of
@@ -36,18 +36,19 @@ def patch(
     mesh: DeviceMesh | None = None,
     need_weights: bool = True,
     shared_prefixes: bool = False,
+    check: CheckMode = "first",
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
 
     Changes every `nn.Transformer`, `nn.TransformerEncoder` and `nn.TransformerDecoder`, and every Hugging Face model
-    that gives the same packed as each sequence alone, whether it is the model itself or a part of it. This is known for
-    the models of transformers; for another class or config, a small model of the class is tried on the CPU first, which
-    takes some seconds. A padded batch is packed once at the entry, all layers run on real tokens, and the result is
-    padded again at the exit, with 0 at padding. A layer of PyTorch's encoders and decoders that is in none of them
-    packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the
-    same parameters, which also takes NestedTensors, and skips padding in calls with `need_weights=False`, a boolean
-    `key_padding_mask` and no `attn_mask`. A model that calls it without `need_weights`, and drops the weights, packs
-    with `patch(model, need_weights=False)`: those of DETR and of point clouds do.
+    that gives the same packed as each sequence alone, whether it is the model itself or a part of it. This is checked
+    on the model: it runs some short rows, in less than a second on most devices, and stays as it is. The first batches
+    are compared with the padded run, see `check`. A padded batch is packed once at the entry, all layers run on real
+    tokens, and the result is padded again at the exit, with 0 at padding. A layer of PyTorch's encoders and decoders
+    that is in none of them packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a
+    `VarlenMultiheadAttention` with the same parameters, which also takes NestedTensors, and skips padding in calls with
+    `need_weights=False`, a boolean `key_padding_mask` and no `attn_mask`. A model that calls it without `need_weights`,
+    and drops the weights, packs with `patch(model, need_weights=False)`: those of DETR and of point clouds do.
 
     Dropout draws random numbers for tokens only. So under the same seed it drops other values than before the patch.
 
@@ -95,6 +96,13 @@ def patch(
             Outputs are as without it. A call with dropout in training, `inputs_embeds`, CUDA graphs or a compiler
             shares nothing. `handle.prefixes` counts calls and tokens.
 
+        check: when a packed call of a Hugging Face model is compared with the padded run, by up to three of its rows.
+            "first": the first call of each kind (mode, arguments, dtype, hooks), and again if its rows are twice as
+            long as any that were compared; of models with classes of other packages, also one call in 64. "always":
+            every call, for debugging. "never": none. If a result differs by more than the rounding that was measured,
+            the call and those of its kind run padded, with a `NotPackedWarning` that says what differs. Ranks with a
+            `mesh` or with sharded parameters compare nothing.
+
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
             shows what was changed, what was not changed and why, and how calls ran. If the model is already patched
@@ -119,14 +127,14 @@ def patch(
     if not isinstance(model, nn.Module):
         hint = " Pass its .model." if isinstance(getattr(model, "model", None), nn.Module) else ""
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.{hint}")
-    check_options(packing, on_fallback)
+    check_options(packing, on_fallback, check)
     if not isinstance(need_weights, bool):
         raise ValueError(f"need_weights must be True or False, got {need_weights!r}.")
     if mesh is not None:
         _check_mesh(mesh, bool(cuda_graphs), padding_free)
     if shared_prefixes and (mesh is not None or not padding_free):
         raise ValueError("shared_prefixes needs packed batches on one device: leave out mesh and padding_free=False.")
-    options = padding_free, packing, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes
+    options = padding_free, packing, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes, check
     for earlier in set(active_handles(model)):
         if earlier.is_automatic:  # of `patch_all`
             earlier.remove()
@@ -134,18 +142,21 @@ def patch(
             return cast(PatchHandle, earlier)
         elif earlier.is_patch_of(model):
             raise ValueError(f"{type(model).__name__} is already patched, with other options: {CALL_REMOVE_FIRST}")
-    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes)
+    name = type(model).__name__
+    handle = PatchHandle(name, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes, check=check)
     apply_patch(handle, model, padding_free, packing)
     handle.made_for = WeakReference(model), options
     return handle
 
 
-def check_options(packing: object, on_fallback: object) -> None:
+def check_options(packing: object, on_fallback: object, check: object) -> None:
     """Raise a ValueError for another value than those of `patch`."""
     if packing not in ("auto", "always"):
         raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
     if on_fallback not in ("warn", "raise", "silent"):
         raise ValueError(f'on_fallback must be "warn", "raise" or "silent", got {on_fallback!r}.')
+    if check not in ("first", "always", "never"):
+        raise ValueError(f'check must be "first", "always" or "never", got {check!r}.')
 
 
 def apply_patch(

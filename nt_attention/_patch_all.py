@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, get_args
 
 from torch import nn
@@ -15,7 +14,7 @@ from ._patch import apply_patch, check_options
 from .graphs.cache import CapturedCalls, CudaGraphs
 from .patching import building
 from .patching.forwards import Handle, active_handles, restore_copies
-from .patching.handle import Counts, OnFallback, PatchHandle, wrap_lines
+from .patching.handle import CheckMode, Counts, OnFallback, PatchHandle, wrap_lines
 from .patching.pickling import leave_out, without_forward
 from .torch_models.stacks import Layer, Stack
 
@@ -44,13 +43,14 @@ class PatchAllHandle:
         on_fallback: OnFallback,
         cuda_graphs: CudaGraphs,
         shared_prefixes: bool,
+        check: CheckMode = "first",
     ) -> None:
         self.models: Counter[str] = Counter()
         self.counts: dict[str, Counts] = {}
         self.left: dict[str, str] = {}
         self.active: bool = True
         self._packing, self._on_fallback = packing, on_fallback
-        self._cuda_graphs, self._shared_prefixes = cuda_graphs, shared_prefixes
+        self._cuda_graphs, self._shared_prefixes, self._check = cuda_graphs, shared_prefixes, check
         self._handles: weakref.WeakKeyDictionary[Handle, str] = weakref.WeakKeyDictionary()
 
     def remove(self) -> None:
@@ -86,18 +86,16 @@ class PatchAllHandle:
         """Patch a model that is complete. Whatever keeps it from being patched does not stop the program."""
         leave_out(nn.Module, without_forward)
         kinds: tuple[type, ...] = _OF_TORCH
-        context: AbstractContextManager[None] = nullcontext()
         if "transformers.modeling_utils" in sys.modules:
             try:
                 from .hf.pickling import PreTrainedModel, leave_out_patches
-                from .hf.prove.store import keeping_all_proofs
             except ImportError as error:  # transformers is too old
                 if not isinstance(model, _OF_TORCH):
                     self.left[type(model).__name__] = str(error)
                     return
             else:
                 leave_out_patches()
-                kinds, context = (*_OF_TORCH, PreTrainedModel), keeping_all_proofs()
+                kinds = (*_OF_TORCH, PreTrainedModel)
         named = next((part for part in model.modules() if isinstance(part, kinds)), None)
         if named is None:
             return
@@ -109,8 +107,7 @@ class PatchAllHandle:
             if isinstance(part, Layer):  # the program made the model of it
                 self.left.pop(type(part).__name__, None)
         name = type(named).__name__
-        with context:
-            reason = self._patch(name, model, self._shared_prefixes and not isinstance(named, _OF_TORCH))
+        reason = self._patch(name, model, self._shared_prefixes and not isinstance(named, _OF_TORCH))
         if reason is not None:
             self.left[name] = reason
             for part in [] if isinstance(model, _OF_TORCH) else _of_torch_in(model):
@@ -119,13 +116,13 @@ class PatchAllHandle:
     def _patch(self, name: str, model: nn.Module, shares: bool) -> str | None:
         """Patch a model. Returns the reason if that is not possible."""
         counts = self.counts.get(name, Counts())
-        handle = PatchHandle(name, self._on_fallback, self._cuda_graphs, None, True, shares, counts)
+        handle = PatchHandle(name, self._on_fallback, self._cuda_graphs, None, True, shares, counts, self._check)
         handle.is_automatic = True
         try:
             apply_patch(handle, model, True, self._packing)
         except Exception as error:  # the code of any model ran
             reason = next(iter(handle.left.values()), repr(error))
-            return reason.partition(" (check ")[0].removeprefix(f"{name} ").rstrip(".")
+            return reason.partition(" (checked ")[0].removeprefix(f"{name} ").rstrip(".")
         reason = "".join(handle.changed.values()).partition(", not packed, because ")[2].partition("; ")[0]
         if reason:
             handle.remove()
@@ -159,6 +156,7 @@ def patch_all(
     on_fallback: OnFallback = "warn",
     cuda_graphs: CudaGraphs = False,
     shared_prefixes: bool = False,
+    check: CheckMode = "first",
 ) -> PatchAllHandle:
     """Make models padding-free that the program builds from now on, in this process.
 
@@ -174,7 +172,7 @@ def patch_all(
     options replace those of this function.
 
     Args:
-        packing, on_fallback, cuda_graphs, shared_prefixes: as in `patch`. With `on_fallback="warn"`, each
+        packing, on_fallback, cuda_graphs, shared_prefixes, check: as in `patch`. With `on_fallback="warn"`, each
             reason is shown once for each class.
 
     Returns:
@@ -193,10 +191,11 @@ def patch_all(
         nt_attention.patch_all:
           BertModel: 1 model patched
             1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)
+            first batch compared with the padded run: largest difference ...
         >>> handle.remove()
     """
-    check_options(packing, on_fallback)
+    check_options(packing, on_fallback, check)
     CapturedCalls.of_option(cuda_graphs)  # raises an error for another value
-    handle = PatchAllHandle(packing, on_fallback, cuda_graphs, shared_prefixes)
+    handle = PatchAllHandle(packing, on_fallback, cuda_graphs, shared_prefixes, check)
     building.add_listener(handle.listener)
     return handle

@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
     make_faster()
 
-# Proofs of Hugging Face models are kept from run to run, but not in the user's cache.
+# What is measured of a GPU is not kept in the user's cache.
 os.environ.setdefault(
     "NT_ATTENTION_CACHE", os.path.join(tempfile.gettempdir(), f"nt_attention_tests_{getpass.getuser()}")
 )
@@ -43,6 +43,14 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     seed(0)
+
+
+@pytest.fixture
+def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No first batch of a patched model is compared: for tests that count calls, or look at those of modules."""
+    from nt_attention.hf.check.first_batches import FirstBatches
+
+    monkeypatch.setattr(FirstBatches, "_is_due", lambda *args: False)
 
 
 @pytest.fixture

@@ -18,8 +18,11 @@ from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHOWN = {"patch_a_model.ipynb": "start.md"}  # in examples/ → in docs/
-# What differs from machine to machine: times, ratios of times, rounding errors, the version of transformers.
-MEASURED = re.compile(r"\d+(?:\.\d+)?(?= ms\b| ×)|\d\.\de-\d\d|(?<=transformers )[\d.]+\d")
+# What differs from machine to machine: times, ratios of times, rounding errors, whether an equal model was checked.
+MEASURED = re.compile(
+    r"\d+(?:\.\d+)?(?= ms\b| ×)|\d\.\de-\d\d|(?<=difference )[\d.e-]+"
+    r"|(?<=checked )(?:on this model in [\d.]+ s|before, on an equal model)"
+)
 
 
 def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:

@@ -46,10 +46,10 @@ ONLY_ON_GPU = (
     "nt_attention/graphs/",
 )
 # Folders that count if the program imports what is behind them: `patch` looks for Hugging Face models if transformers
-# is imported, and for the rest a figure is that of a model that was proven before, on one rank.
+# is imported, and for the rest a figure is that of a model that was checked before, on one rank.
 BY_IMPORT = {
     "nt_attention/hf/": "transformers|sentence_transformers|trl|nt_attention.hf",
-    "nt_attention/hf/prove/": "nt_attention.hf.prove",
+    **{f"nt_attention/hf/check/{name}.py": "nt_attention.hf.check" for name in ("find", "plans", "rows")},
     "nt_attention/distributed/": "torch.distributed|nt_attention.distributed",
 }
 NO_METHODS = {"Generic", "NamedTuple", "Protocol"}  # bases that call no methods of their subclasses

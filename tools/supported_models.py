@@ -1,7 +1,7 @@
 """Writes the tables of supported models in docs/reference/hugging_face.md, and supported_models.json for docs/site.js.
 
-Both are made from the newest checks that are shipped. The tables of rows packed by hand are made from
-tests/hugging_face/rows_outcomes.json.
+Both are made from the newest file in tools/checked_classes, which check_classes.py writes. The tables of rows packed by
+hand are made from tests/hugging_face/rows_outcomes.json.
 
 With ``--check``, the exit status is 1 if a file is not up to date. Needs the standard library only.
 """
@@ -21,34 +21,28 @@ PAGE = ROOT / "docs" / "reference" / "hugging_face.md"
 DATA = PAGE.with_name("supported_models.json")
 TABLES = re.compile(r"(?<=<!-- tables: begin -->\n).*(?=<!-- tables: end -->)", re.DOTALL)
 ROWS = re.compile(r"(?<=<!-- rows: begin -->\n).*(?=<!-- rows: end -->)", re.DOTALL)
+CHECKED = ROOT / "tools" / "checked_classes"
 OUTCOMES = ROOT / "tests" / "hugging_face" / "rows_outcomes.json"
 BORDER = re.compile("^|(?= |$)")  # of the first word
 HEADS = ("base, text encoding, causal LM, masked LM, seq2seq LM, token, sequence, QA, multiple choice, next sentence, "
          "pretraining")  # fmt: skip
 # What a reason contains → what the table says. Other reasons are in the table as they are.
 WORDS = {
-    "apart without `flash-linear-attention`": "needs `flash-linear-attention` to keep packed sequences apart",
-    "apart without `causal_conv1d`": "needs `causal_conv1d` to keep packed sequences apart",
+    "no small model could be built": "not known: no small model could be built; `patch` checks your model itself",
+    "its check raises": "the check raised an error",
+    "its check has no result": "the check of the small model took too long",
+    "apart without": "needs a package to keep packed sequences apart",
     "uses the attention mask, which": "a layer reads the attention mask, which a packed row does not have",
     "uses its attention mask with": "its code computes with the padding mask what a packed row can't have",
     "computes attention over the whole row": "it has attention code of its own, for blocks or windows",
     "computes its attention with": "it has attention code of its own, which `varlen_attention` can't express",
-    "mixes all tokens of the row": "a layer mixes the tokens of a row",
-    "keeps a state along the row": "a layer keeps a state along the row",
-    "has a convolution along the row": "a layer has a convolution along the row",
-    "does not keep the sequences": "its attention does not keep the sequences of a packed row apart",
-    "counts positions along the row": "it counts positions along the whole row",
-    "no small model of its class": "it could not be checked: no small model could be built",
-    "an error without the patch": "it could not be checked: the small model raised an error",
-    "training updates its buffer": "in training, it updates statistics from all positions, with padding",
-    "mixes neighboring tokens": "a layer mixes neighboring tokens of the row",
-    " raises ": "its code raises an error on a packed row",
+    "mixes the sequences of a packed row": "it mixes the sequences of a packed row",
     "differs between": "it gives other values in packed rows than for each sequence alone",
-    "other values in a packed row": "it gives other values in packed rows than for each sequence alone",
-    "its attention_mask is not (batch, length)": "its `attention_mask` is not (batch, length)",
+    " raises ": "its code raises an error on a packed row",
     "'attention_mask' is not known": "it returns a mask, which may have a value for each token",
+    "rows of": "its output has other rows than its input",
+    "not finite": "its outputs have no values for tokens",
     "its input is": "its input is not `input_ids`",
-    "no default config": "no model could be made from its default config; `patch` checks the config of your model",
 }
 
 
@@ -152,7 +146,7 @@ def finder(file: Path) -> dict[str, Any]:
 
 def why(entry: dict[str, Any]) -> str | None:
     """Why a class is not packed, in the words of the tables; None if it is packed."""
-    reason = entry["proof"].get("reason")
+    reason = entry.get("reason")
     return reason and next((text for part, text in WORDS.items() if part in reason), reason)
 
 
@@ -198,11 +192,11 @@ def rows_tables(file: Path) -> str:
     """The tables of rows packed by hand."""
     entries = [entry for entry in read_outcomes(file) if "register" in entry]
     lines = ["| | | right | refused | wrong |", "|---|---|---|---|---|"]
-    for way in ("patch", "register"):
-        for form in entries[0][way]:
-            found = [entry[way][form] for entry in entries]
+    for how in ("patch", "register"):
+        for form in entries[0][how]:
+            found = [entry[how][form] for entry in entries]
             right, wrong = sum(x.startswith("right") for x in found), sum(x.startswith("WRONG") for x in found)
-            lines.append(f"| `{way}` | {form} | {right} | {len(found) - right - wrong} | {wrong} |")
+            lines.append(f"| `{how}` | {form} | {right} | {len(found) - right - wrong} | {wrong} |")
     by_reason: dict[str, set[str]] = defaultdict(set)
     for entry in entries:
         for form, outcome in entry["register"].items():
@@ -217,8 +211,7 @@ def main(argv: list[str] | None = None, page: Path = PAGE, data: Path = DATA) ->
     parser = argparse.ArgumentParser(description="Writes the tables of supported models.")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a file is not up to date")
     check = parser.parse_args(argv).check
-    proofs = (ROOT / "nt_attention" / "hf" / "prove" / "proofs").glob("*.json")
-    newest = max(proofs, key=lambda file: [int(part) for part in file.stem.split(".")])
+    newest = max(CHECKED.glob("*.json"), key=lambda file: [int(part) for part in file.stem.split(".")])
     updated = TABLES.sub(lambda _: tables(newest), page.read_text())
     updated = ROWS.sub(lambda _: rows_tables(OUTCOMES), updated)
     status = 0

@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .._patch_all import PatchAllHandle, patch_all
 from ..patching.building import after_import
+from ..patching.handle import CheckMode
 
 GRAPHS: dict[str | None, Literal[True, "training"]] = {"inference": True, "training": "training"}
 
@@ -32,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cuda-graphs", choices=list(GRAPHS), help="run packed calls as CUDA graphs")
     parser.add_argument("--shared-prefixes", action="store_true", help="compute first tokens of rows once")
+    parser.add_argument("--check", choices=get_args(CheckMode), default="first", help="when packed calls are compared")
     parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -54,6 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         on_fallback=options.on_fallback,
         cuda_graphs=GRAPHS.get(options.cuda_graphs, False),
         shared_prefixes=options.shared_prefixes,
+        check=options.check,
     )
     ours = arguments[: len(arguments) - len(program) - (options.module is not None)]
     after_import("accelerate.commands.launch", functools.partial(_launch_patched, ["run", *ours]))

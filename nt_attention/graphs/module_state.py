@@ -120,8 +120,10 @@ class Snapshot:
     It shows whether a forward changes the module, and undoes changes of everything but parameters.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._containers: list[tuple[Any, Any]] = [(x, x.copy()) for x in _containers_in(map(vars, module.modules()))]
+    def __init__(self, module: nn.Module, tables: Iterable[dict[str, Any]] = ()) -> None:
+        """`tables`: other dictionaries that must stay as they are, such as the attributes of a config."""
+        found = _containers_in([*map(vars, module.modules()), *tables])
+        self._containers: list[tuple[Any, Any]] = [(x, x.copy()) for x in found]
         tensors = {id(x): x for _, each in self._containers for x in _items(each) if isinstance(x, Tensor)}
         # values too: batch_norm changes its statistics without changing their version
         self._tensors = [

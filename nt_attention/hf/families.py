@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from ..layouts.protocol import Layout
 from ..torch_private import children_of, inside_compiled, parameters_of
-from .proof import Positions
-from .transformers_private import can_set_attention
+from .plan import Positions
+from .transformers_private import asks_for_attention, can_set_attention
 
 
 def pool_first(base: Any, first: Tensor) -> Tensor | None:
@@ -58,8 +58,8 @@ class Family:
     Attributes:
         positions: how the model computes positions if the caller passes none. "padded": the index in the padded row;
             "tokens": the number of tokens before it in the attention mask (OPT); "ids": the number of input ids up to
-            it that are not the padding id, plus the padding id (RoBERTa). None: the proof finds out.
-        pool: computes the pooled output from the first token of each row. None: the proof tries the base model's
+            it that are not the padding id, plus the padding id (RoBERTa). None: the check finds out.
+        pool: computes the pooled output from the first token of each row. None: the check tries the base model's
             `pooler`.
         embed: computes the embeddings of a packed row if those of a token depend on other tokens of its sequence.
         needs_token_types: whether a packed row needs `token_type_ids`, because those that the model makes are only as
@@ -72,7 +72,7 @@ class Family:
     needs_token_types: bool = False
 
 
-# config.model_type → what the proof can't find by itself. `add_family` adds to it.
+# config.model_type → what the check can't find by itself. `add_family` adds to it.
 FAMILIES = {
     "albert": Family(pool=_pool_albert),
     "big_bird": Family(pool=_pool_big_bird, needs_token_types=True),
@@ -119,9 +119,9 @@ OTHER_OUTPUTS = CACHE | {"loss", "pooler_output", "attentions", "aux_loss"}
 def add_family(
     model_type: str, *, positions: Positions | None = None, pool: Pool | None = None, embed: Embed | None = None
 ) -> None:
-    """Say what is special about a family of models. Most models do not need it: `nta.patch` tries how to pack them.
+    """Say what is special about a family of models. Most models do not need it: `nta.patch` finds how to pack them.
 
-    A model of the family is still tried before it is packed, so a wrong family is refused.
+    A model of the family is still checked, so a wrong family is refused.
 
     Args:
         model_type: the `config.model_type` of its models.
@@ -161,6 +161,11 @@ def routes_attention(module: Any) -> bool:
     return why_not_routed(module) is None
 
 
+def has_named_attention(module: Any) -> bool:
+    """Whether a model has attention that can be replaced by name. Mamba may get a name, but has no attention."""
+    return routes_attention(module) and asks_for_attention(class_of(module))
+
+
 def why_not_routed(module: Any) -> str | None:
     """Why the attention of a model can't be replaced by name, or None."""
     if can_set_attention(module):
@@ -172,11 +177,12 @@ def why_not_routed(module: Any) -> str | None:
 
 
 def why_not_packed(module: Any) -> str | None:
-    """Why a model is not packed, whatever a proof would find, or None."""
+    """Why a model is not packed, whatever a check would find, or None."""
     if kind(module) in NOT_PACKED:
         return NOT_PACKED[kind(module)]
-    if getattr(base_model(module), "attention_type", None) == "block_sparse":
-        how = "call set_attention_type('original_full') on its base model before the patch"
+    sparse = (x for x in base_model(module).modules() if getattr(x, "attention_type", None) == "block_sparse")
+    if (found := next(sparse, None)) is not None:
+        how = f"call set_attention_type('original_full') on its {type(found).__name__} before the patch"
         return f"its attention is block sparse, which mixes sequences: {how}"
     cls: Any = class_of(module)
     parameters = inspect.signature(cls.forward).parameters.values()
@@ -212,7 +218,7 @@ def config_of(module: Any) -> Any:
 
 def base_model(module: Any) -> PreTrainedModel:
     """The base model of a model with a head, or the model itself if it has no head."""
-    inner = module.base_model
+    inner = getattr(module, "base_model", module)  # the encoder of FSMT is a plain module
     inner = inside_compiled(inner)  # it was replaced by torch.compile(inner)
     return inner if isinstance(inner, PreTrainedModel) else module
 

@@ -38,6 +38,8 @@ class Handle(Protocol):
     graphs: CapturedCalls | None
     mesh: Any
     prefixes: Any
+    check: Any
+    counts: Any
 
     def change(self, name: str, description: str) -> None: ...
     def change_layers(self, name: str, layers: dict[str, str]) -> None: ...
@@ -255,6 +257,13 @@ def _restore_forward(module: nn.Module, patched: PatchedForward) -> None:
         module.forward = patched.before
     else:
         del module.__dict__["forward"]
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Restore the forward that a module had before it was overridden, unless a wrapper calls the patched one."""
+    patched = module.__dict__.get("forward")
+    if isinstance(patched, PatchedForward):
+        _restore_forward(module, patched)
 
 
 def active_handles(model: nn.Module) -> Iterator[Handle]:

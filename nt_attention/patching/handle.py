@@ -8,7 +8,7 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from ..graphs.cache import CapturedCalls, CudaGraphs
 from .forwards import CONTINUES_FROM_CACHE, WeakReference
 
 OnFallback = Literal["warn", "raise", "silent"]
+CheckMode = Literal["first", "always", "never"]
 
 
 class PrefixCounts:
@@ -39,10 +40,22 @@ class PrefixCounts:
         self.computed: int = 0
         self.models: int = 0
         self.left: list[str] = []
+        self._paused_in: int | None = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which calls of this thread are not counted."""
+        self._paused_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._paused_in = None
 
     @outside_of_graphs
     def add(self, reason: str | None, tokens: int = 0, computed: int = 0) -> None:
         """Count a call."""
+        if self._paused_in == threading.get_ident():
+            return
         with _lock:
             self.calls[reason] += 1
             self.tokens += tokens
@@ -68,6 +81,8 @@ class Counts:
         calls: reason → the number of calls that did not run packed for this reason. The key None counts packed calls.
         positions, tokens: of the packed calls, the number of positions in the padded batches, and of those that are
             tokens. The others were not computed. Calls of an `nn.MultiheadAttention` by itself are not in them.
+        compared: the number of calls that were compared with the padded run.
+        largest_difference: the largest relative difference between them.
         notes: text → the number of packed calls about which it says something: in what their result differs from that
             of the padded run, or what computes padding outside of them.
 
@@ -79,6 +94,7 @@ class Counts:
         >>> out = model(torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
         >>> handle.counts
         1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)
+        first batch compared with the padded run: largest difference ...
         >>> round(handle.counts.pad_ratio, 2)
         1.2
     """
@@ -89,6 +105,8 @@ class Counts:
         self.calls: Counter[str | None] = Counter()
         self.positions: int = 0
         self.tokens: int = 0
+        self.compared: int = 0
+        self.largest_difference: float = 0.0
         self.notes: Counter[str] = Counter()
         self._warned: set[str] = set()
 
@@ -115,6 +133,12 @@ class Counts:
             self.notes[text] += 1
             return self.notes[text] == 1
 
+    def compare(self, difference: float) -> None:
+        """Count a call that was compared with the padded run, and differs from it by rounding."""
+        with _lock:
+            self.compared += 1
+            self.largest_difference = max(self.largest_difference, difference)
+
     def __repr__(self) -> str:
         return "\n".join(self.lines())
 
@@ -126,7 +150,11 @@ class Counts:
         sizes += f", pad ratio {self.pad_ratio:.2f} ({1 - 1 / self.pad_ratio:.0%} skipped)" if sizes else ""
         how = {why: f"did not run packed: {why}" for why in calls} | {None: f"ran packed{sizes}"}
         counted = [(n, how[why]) for why, n in calls.items()] + [(n, text) for text, n in notes.items()]
-        return [f"{n} call{'s' if n > 1 else ''} {text}" for n, text in counted] or ["no calls yet"]
+        lines = [f"{n} call{'s' if n > 1 else ''} {text}" for n, text in counted] or ["no calls yet"]
+        if self.compared:
+            batches = f"first {self.compared} batches" if self.compared > 1 else "first batch"
+            lines.append(f"{batches} compared with the padded run: largest difference {self.largest_difference:.0g}")
+        return lines
 
 
 class NotPackedWarning(UserWarning):
@@ -208,6 +236,7 @@ class PatchHandle:
         need_weights: bool = True,
         shared_prefixes: bool = False,
         counts: Counts | None = None,
+        check: CheckMode = "first",
     ) -> None:
         self.changed: dict[str, str] = {}
         self.layers: dict[str, str] = {}
@@ -219,6 +248,7 @@ class PatchHandle:
         self.graphs: CapturedCalls | None = CapturedCalls.of_option(cuda_graphs)
         self.mesh = mesh
         self.need_weights = need_weights
+        self.check = check
         self.prefixes: PrefixCounts | None = PrefixCounts() if shared_prefixes else None
         # Only used by patch(): each replaced module → its replacement, and the names of its parameters before.
         self.replacements: dict[nn.Module, tuple[Any, dict[str, bool]]] = {}

@@ -222,7 +222,7 @@ class TestAuto:
         assert ran["forward"] == 1
         assert backends_that_ran == ["reference", "cpu"]
 
-    def test_not_in_proofs_of_models(self, attention_inputs):
+    def test_not_in_checks_of_models(self, attention_inputs):
         with nta.register_backend(variant(expected_us=lambda *_: 1.0)):
             outside = selection_key("auto")
             for _ in range(2):

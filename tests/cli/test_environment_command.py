@@ -13,7 +13,7 @@ import transformers
 
 import nt_attention as nta
 from nt_attention.__main__ import main, run
-from nt_attention.cli import check_models, environment, timing
+from nt_attention.cli import environment, timing
 from nt_attention.kernels.select import BACKENDS, ENVIRONMENT_VARIABLE
 
 
@@ -77,36 +77,6 @@ def test_a_closed_pipe_ends_it_quietly(monkeypatch, capfd):
         monkeypatch.setattr(sys, "stdout", out)
         assert run() == 1
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--jobs", "0"], "--jobs: must be an integer ≥ 1, got '0'"),
-        (
-            ["--write", str(Path(__file__).parent)],
-            "must be a file in a directory, got ",
-        ),
-        (["--write", f"{__file__}/x.json"], "must be a file in a directory, got "),
-    ],
-    ids=["jobs", "directory", "in a file"],
-)
-def test_check_models_refuses_before_it_works(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(check_models, "ProcessPoolExecutor", None)
-    with pytest.raises(SystemExit):
-        main(["check-models", "bert", *arguments])
-    assert message in capsys.readouterr().err
-
-
-def test_check_models_takes_a_config(tmp_path, capfd):
-    config = transformers.LlamaConfig(num_hidden_layers=3, architectures=["LlamaForSequenceClassification"])
-    config.save_pretrained(tmp_path)
-    assert main(["check-models", str(tmp_path)]) == 0
-    assert "LlamaForSequenceClassification" in (text := capfd.readouterr().out)
-    assert text.endswith("1 packed\n")
-    with pytest.raises(SystemExit):
-        main(["check-models", str(tmp_path / "none")])
-    assert "none" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["bench", "check"])

@@ -2,7 +2,7 @@
 
 ``python tests/helpers/random_configs.py --count 200 --jobs 14 [TYPE...]`` prints a line for each class and all errors.
 A class of which none of the first 60 configurations is packed is not tried further.
-Each configuration has its own proof, which ``patch`` makes; this comparison shares no code with it.
+Each configuration is checked by ``patch``; this comparison shares no code with the check.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import transformers
+from small_models import on_meta_device, text_classes
 from transformers import PreTrainedConfig
 
 import nt_attention as nta
 from nt_attention import NotPackedError
-from nt_attention.hf.prove.text_models import on_meta_device, text_classes
 
 ACTS = ["gelu", "relu", "silu", "gelu_new", "tanh"]
 REDRAWN = (

@@ -2,15 +2,10 @@
 
     python tests/hugging_face/rows_matrix.py [TYPE ...] [--encoders] [--jobs N] [--write FILE]
 
-Each class runs as a small model (`hf/prove/twin.py`) on the CPU, in float64 if it can. Each run is compared with each
-sequence alone, run by the class without nt_attention. The outcomes are "right", "refused: REASON", "takes none: ERROR"
-(Python or transformers refuses the argument), and "WRONG: OUTPUT". They are kept in `rows_outcomes.json`, from which
-`tools/supported_models.py` makes tables for docs/reference/hugging_face.md.
-
-With `--encoders`, it runs the classes for audio, images and time series that take a mask of padding, on padded batches,
-and compares their outputs at tokens with those of the unpatched class.
-
-Dimensions: B rows, L positions in a row, T tokens of a packed row.
+Each class runs as a small model (`tools/small_models.py`) on the CPU, in float64 if it can. Each run is compared with
+each sequence alone, run by the class without nt_attention. The outcomes are "right", "refused: REASON",
+"takes none: ERROR" (Python or transformers refuses the argument), and "WRONG: OUTPUT". They are kept in
+`rows_outcomes.json`, from which `tools/supported_models.py` makes tables for docs/reference/hugging_face.md.
 """
 
 from __future__ import annotations
@@ -25,24 +20,30 @@ import sys
 import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
+from small_models import (
+    build_small,
+    encoder_inputs,
+    isolated,
+    on_meta_device,
+    padding_of,
+    small_encoder,
+    text_classes,
+    vocabulary_of,
+)
 from transformers.models.auto import modeling_auto
 
 import nt_attention as nta
-from nt_attention.hf import families, patch_model
+from nt_attention.hf import families
+from nt_attention.hf.check.plans import checked
 from nt_attention.hf.families import CACHE
 from nt_attention.hf.pack import inputs
 from nt_attention.hf.pack.encoder_layers import encoder_layers, tokens_of, why_no_layers
-from nt_attention.hf.prove import store, twin
-from nt_attention.hf.prove.layer_trial import inputs_of as encoder_inputs
-from nt_attention.hf.prove.text_models import on_meta_device, text_classes
 
 OUTCOMES = Path(__file__).with_name("rows_outcomes.json")
 LENGTHS = (7, 1, 23, 12)
@@ -55,7 +56,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
 
 def sequences(model: Any) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(6, twin.vocabulary_of(model), (1, n), generator=generator) for n in LENGTHS]
+    return [torch.randint(6, vocabulary_of(model), (1, n), generator=generator) for n in LENGTHS]
 
 
 def inputs_of(form: str, ids: list[torch.Tensor], padding: int, first: int) -> dict[str, torch.Tensor]:
@@ -147,9 +148,9 @@ def fit(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "output_hidden_states": True}
 
 
-def form_outcomes(model: Any, way: str, ids: list[torch.Tensor], first: int, alone: Any) -> dict[str, str]:
-    """The outcome of each form. `alone` has the outputs of each sequence alone."""
-    outcomes, padding = {}, twin.padding_of(model)
+def form_outcomes(model: Any, way: str, ids: list[torch.Tensor], first: int, alone: Any, stock: str) -> dict[str, str]:
+    """The outcome of each form. `alone` has the outputs of each sequence alone, `stock` is the outcome unpatched."""
+    outcomes, padding = {}, padding_of(model)
     tolerance = TOLERANCE[next(p.dtype for p in model.parameters() if p.is_floating_point())]
     before, handle = model.config._attn_implementation, None
     try:
@@ -168,8 +169,10 @@ def form_outcomes(model: Any, way: str, ids: list[torch.Tensor], first: int, alo
             outcomes[form] = refusal(error)
         if handle is not None:
             calls = [str(reason) for reason in handle.calls if reason is not None]
-            outcomes[form] += f" (padded: {'; '.join(calls)})" if calls and outcomes[form] == "right" else ""
+            outcomes[form] += f" (padded: {'; '.join(calls)})" if calls and outcomes[form] in ("right", stock) else ""
             handle.calls.clear()
+        if stock.startswith("WRONG"):
+            outcomes[form] = outcomes[form].replace(stock, "as unpatched")
     if handle is not None:
         handle.remove()
     model.config._attn_implementation_internal = before
@@ -187,9 +190,10 @@ def registered(model: Any) -> Any:
     return made
 
 
-def first_position(model: Any, proof: Any) -> int:
+def first_position(model: Any) -> int:
     """The position of the first token: the padding id + 1 in models that count positions as RoBERTa does."""
-    counts = proof is not None and proof.positions == "ids"
+    plan = checked(model).plan
+    counts = plan is not None and plan.positions == "ids"
     counts = counts or any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
     padding = inputs.padding_id(families.base_model(model)) if counts else None
     return 0 if padding is None else padding + 1
@@ -216,24 +220,18 @@ def outcome_of(row: tuple[str, str, str]) -> dict[str, Any]:
         if head == ENCODER:
             return encoder_outcome(entry)
         try:
-            original = on_meta_device(model_type, class_name)
-            with twin.isolated():
-                model = twin.build_twin(original)
-            if hasattr(original.config, "use_cache"):
-                model.config.use_cache = original.config.use_cache
+            model, config = build_small(model_type, class_name), on_meta_device(model_type, class_name).config
+            if hasattr(config, "use_cache"):
+                model.config.use_cache = config.use_cache
         except Exception as error:  # whatever a class raises
             return {**entry, "not built": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
-        proof = store.shipped().get(store.key_of(original))
-        known = mock.patch.object(patch_model, "proof_of", return_value=(proof, "shipped"))
-        shipped = known if proof else nullcontext()
-        with torch.no_grad(), twin.isolated():
-            ids, first = sequences(model), first_position(model, proof)
+        with torch.no_grad(), isolated():
+            ids, first = sequences(model), first_position(model)
             alone = outputs_alone(model, [fit(model, {"input_ids": x}) for x in ids])
-            padded = model(**fit(model, inputs_of("padded", ids, twin.padding_of(model), first)), return_dict=True)
+            padded = model(**fit(model, inputs_of("padded", ids, padding_of(model), first)), return_dict=True)
             entry["stock"] = compare("padded", padded, alone, TOLERANCE[model.dtype])
             for way in WAYS:
-                with shipped:
-                    entry[way] = form_outcomes(model, way, ids, first, alone)
+                entry[way] = form_outcomes(model, way, ids, first, alone, entry["stock"])
     except BaseException as error:
         entry["not built"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     finally:
@@ -269,12 +267,10 @@ def encoder_outcome(entry: dict[str, Any]) -> dict[str, Any]:
         original = on_meta_device(entry["type"], entry["class"])
     except Exception as error:  # whatever a class raises
         return {**entry, "not built": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
-    proof = None if (reason := why_no_layers(original)) else store.make(original)
-    if proof is None or proof.reason is not None:
-        return {**entry, "patch": {"padded": f"refused: {reason if proof is None else proof.reason}"}}
-    with twin.isolated(), torch.no_grad():
-        model = twin.build_layers_twin(original, encoder_inputs)
-        # rows in another order than those that the proof has tried
+    if (reason := why_no_layers(original)) is not None:
+        return {**entry, "patch": {"padded": f"refused: {reason}"}}
+    with isolated(), torch.no_grad():
+        model = small_encoder(original, encoder_inputs)
         inputs = {name: x.roll(1, 0) for name, x in encoder_inputs(model).items()}
         mask = layer_tokens(model, inputs)
         want = model(**inputs, return_dict=True)
@@ -286,8 +282,7 @@ def encoder_outcome(entry: dict[str, Any]) -> dict[str, Any]:
     names = tensors_of(want)
     errors = {name: tokens_error(tensors_of(got)[name], x, mask) for name, x in names.items()}
     wrong = next((name for name, error in errors.items() if not error <= TOLERANCE[model.dtype]), None)
-    right = "right" if proof.trains else "right in inference"
-    outcome = right if wrong is None else f"WRONG: {wrong} differs by {errors[wrong]:.1e}"
+    outcome = "right" if wrong is None else f"WRONG: {wrong} differs by {errors[wrong]:.1e}"
     reasons = [reason for reason in handle.calls if reason is not None]
     return {**entry, "patch": {"padded": outcome + (f" (padded: {'; '.join(reasons)})" if reasons else "")}}
 

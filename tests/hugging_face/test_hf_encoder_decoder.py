@@ -5,12 +5,11 @@ import copy
 import pytest
 import torch
 from graphs import CountsAttention, with_layers
+from small_models import build_small
 from sweeps import covering, sweep_except
 from transformers.modeling_outputs import BaseModelOutput
 
 import nt_attention as nta
-from nt_attention.hf.prove.text_models import on_meta_device
-from nt_attention.hf.prove.twin import build_twin, isolated
 from nt_attention.patching.handle import NotPackedWarning
 
 SOURCES, TARGETS = (9, 1, 17, 4), (6, 3, 1, 11)
@@ -30,8 +29,7 @@ MODELS = {
 
 
 def make(model_type):
-    with isolated():
-        return build_twin(on_meta_device(model_type, MODELS[model_type]))
+    return build_small(model_type, MODELS[model_type])
 
 
 def padded(lengths, padding, side="right", seed=0):

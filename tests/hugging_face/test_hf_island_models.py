@@ -1,18 +1,14 @@
-"""Models whose padded islands read masks, tuples or padding: packed, they are as each sequence alone."""
+"""Models whose padded modules read masks, tuples or padding: packed, they are as each sequence alone."""
 
 import copy
 
 import pytest
 import torch
+from small_models import build_small
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config, DeepseekV2ForCausalLM
 
 import nt_attention as nta
-from nt_attention.hf.pack.islands import equal_lengths, one_group
-from nt_attention.hf.prove import store
-from nt_attention.hf.prove.text_models import on_meta_device
-from nt_attention.hf.prove.twin import build_twin, isolated
-
-pytestmark = pytest.mark.usefixtures("cache")
+from nt_attention.hf.pack.padded_modules import equal_lengths, one_group
 
 LENGTHS = (9, 1, 17, 9, 16, 4)
 MODELS = {
@@ -26,15 +22,9 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_shipped(monkeypatch):
-    monkeypatch.setattr(store, "shipped", dict)
-
-
 @pytest.mark.parametrize("model_type", MODELS)
 def test_packed_is_as_each_sequence_alone(model_type):
-    with isolated():
-        model = build_twin(on_meta_device(model_type, MODELS[model_type]))
+    model = build_small(model_type, MODELS[model_type])
     right = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     unpatched = copy.deepcopy(model)
     tolerance = 1e-9 if model_type in ("convbert", "mobilebert") else 1e-5  # others compute norms or states in float32
@@ -43,7 +33,7 @@ def test_packed_is_as_each_sequence_alone(model_type):
         weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(5), dtype=values.dtype)
         return torch.autograd.grad((values * weights).sum(), list(model.parameters()), allow_unused=True)
 
-    with nta.patch(model, on_fallback="raise") as handle:
+    with nta.patch(model) as handle:
         for calls, mask in enumerate((right, right.flip(1)), 1):
             ids = torch.randint(6, 90, mask.shape, generator=torch.Generator().manual_seed(7))
             ids = ids.masked_fill(~mask, model.config.pad_token_id or 0)
@@ -61,13 +51,11 @@ def test_packed_is_as_each_sequence_alone(model_type):
                     torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * largest)
 
 
-def test_a_batch_that_does_not_run_unpatched_is_the_reason():
+def test_a_model_that_does_not_run_unpatched_is_refused_with_its_error():
     config = DeepseekV2Config(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
                               num_key_value_heads=2, kv_lora_rank=16, q_lora_rank=16, intermediate_size=64)  # fmt: skip
-    with torch.device("meta"):
-        model = DeepseekV2ForCausalLM(config)
-    with pytest.raises(ValueError, match="a batch with padding needs another num_key_value_heads"):
-        nta.patch(model)
+    with pytest.raises(ValueError, match="it does not run on rows of token ids: RuntimeError"):
+        nta.patch(DeepseekV2ForCausalLM(config))
 
 
 def test_attention_whose_keys_are_chosen_is_an_error():

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import transformers
+from small_models import fill_config, isolated, randomize, small_config, vocabulary_of
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 import nt_attention as nta
-from nt_attention.hf.prove.twin import _randomize, fill_config, isolated, vocabulary_of
-from nt_attention.hf.prove.twin_config import twin_config
 from nt_attention.hf.route import masks
 
 # a CPU has no kernel with the softcap of some models
@@ -19,14 +18,14 @@ LISTED = sorted(masks._PASS_GEOMETRY)
 def small_model(model_type):
     """A small model, with a window in the layers that may have one."""
     kind = getattr(transformers, MODEL_MAPPING_NAMES[model_type])
-    fields = twin_config(kind, fill_config(kind.config_class()))
+    fields = small_config(fill_config(kind.config_class()))
     if "sliding_window" in fields:
         fields |= {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}
         if set(kinds := fields.get("layer_types") or ()) <= {"full_attention", "sliding_attention"} and kinds:
             fields["layer_types"] = ["sliding_attention", "full_attention"] * (len(kinds) // 2)
     with isolated():
         model = kind._from_config(kind.config_class(**fields), attn_implementation=nta.hf.register()).eval()
-        _randomize(model, False)
+        randomize(model)
     return model
 
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 import transformers
 from graphs import CountsAttention, with_layers
+from small_models import build_small
 from sweeps import sweep_except
 from transformers import DebertaV2Config, DebertaV2Model, T5Config, T5EncoderModel
 
 import nt_attention as nta
 from nt_attention.hf.pack import attention_code
 from nt_attention.hf.pack.deferred_scores import CannotDeferError, _Deferring
-from nt_attention.hf.prove.text_models import on_meta_device
-from nt_attention.hf.prove.twin import build_twin, isolated
 from nt_attention.hf.route.packed_mask import CannotMaskError, MixesSequencesError, PackedMask
 from nt_attention.layouts.known import SequenceLayout
 
@@ -51,9 +50,8 @@ MODELS = {
 
 def make(model_type):
     """A small model of a class, with random weights."""
-    with isolated():
-        model = build_twin(on_meta_device(model_type, MODELS[model_type]))
-    for number, parameter in enumerate(model.parameters()):  # not those of the proof
+    model = build_small(model_type, MODELS[model_type])
+    for number, parameter in enumerate(model.parameters()):  # not those of the class
         draw = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number), dtype=parameter.dtype)
         parameter.data.add_(draw, alpha=0.1)
     return model

@@ -124,6 +124,16 @@ def test_classes_that_run_no_flash_attention_of_ours_are_refused_by_that_name(mo
         AutoModel.from_config(AutoConfig.for_model("resnet"), attn_implementation=name)  # it takes no text
 
 
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "fnet", "mamba", "mamba2", "xlstm"])
+def test_classes_without_attention_are_refused_by_every_name(model_type):
+    name, config = nta.hf.register(), AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        with pytest.raises(ValueError, match=f"{REFUSED[model_type]}.* nt_attention.patch"):
+            AutoModel.from_config(config, attn_implementation=name)
+        with pytest.raises(ValueError, match=REFUSED[model_type]):
+            AutoModel.from_config(config).set_attn_implementation(name)
+
+
 def test_long_t5_refuses_packed_rows():
     """Its local attention is its own, and takes no layout."""
     sizes = {"vocab_size": 99, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}

@@ -93,12 +93,10 @@ PROGRAM = """
     import torch
 
     import nt_attention as nta
-    from nt_attention.hf.prove.text_models import on_meta_device
-    from nt_attention.hf.prove.twin import build_twin, isolated
+    from small_models import build_small
 
     def check(model_type, class_name):
-        with isolated():
-            model = build_twin(on_meta_device(model_type, class_name))
+        model = build_small(model_type, class_name)
         lengths = torch.tensor([7, 1, 23, 12])
         mask = (torch.arange(23) >= 23 - lengths[:, None]).long()
         ids = torch.randint(6, 20, (4, 23)) * mask
@@ -145,7 +143,8 @@ def run(directory: Path, files: dict[str, str], *models: tuple[str, str]) -> dic
         file.write_text(textwrap.dedent(text))
     program = directory / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    path = f"{directory}:{Path(__file__).parents[2]}"
+    root = Path(__file__).parents[2]
+    path = f"{directory}:{root}:{root / 'tools'}"
     environment = {"PYTHONPATH": path, "NT_ATTENTION_CACHE": str(directory / "cache"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(program), *(part for model in models for part in model)]
     done = subprocess.run(

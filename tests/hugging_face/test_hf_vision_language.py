@@ -3,9 +3,9 @@
 import pytest
 import torch
 import transformers
+from small_models import small_of
 
 import nt_attention as nta
-from nt_attention.hf.prove.twin import build_twin, isolated
 
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 
@@ -18,8 +18,7 @@ def small_model(name):
         config.text_config.rope_parameters = AXES
     with torch.device("meta"):
         original = kind(config)
-    with isolated():
-        return build_twin(original).double()
+    return small_of(original).double()
 
 
 def placed(rows, length, side):

@@ -1,6 +1,7 @@
 """Copies of patched Hugging Face models: deepcopy, pickle, torch.save, save_pretrained; each runs its own weights."""
 
 import copy
+import functools
 import io
 import json
 import pickle
@@ -9,6 +10,7 @@ import sys
 import weakref
 
 import pytest
+import tiny
 import torch
 from freeing import without_garbage_collector
 from patched_models import (
@@ -25,7 +27,7 @@ from patched_models import (
 )
 
 import nt_attention as nta
-from nt_attention.hf.prove import store
+from nt_attention.hf.check import plans
 
 
 @every_kind
@@ -56,10 +58,9 @@ def torch_saved(model):
 
 @every_kind
 @pytest.mark.parametrize("tried_before", [True, False])
-def test_patched_model_is_freed_without_the_garbage_collector(kind, tried_before, tmp_path, monkeypatch):
+def test_patched_model_is_freed_without_the_garbage_collector(kind, tried_before, monkeypatch):
     if not tried_before:
-        monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path))
-        monkeypatch.setattr(store, "_made", {})
+        monkeypatch.setattr(plans, "_kept", {})
     model = make(kind)
     handle = nta.patch(model)
     model(**make_batch(kind))
@@ -127,3 +128,15 @@ def test_remove_also_restores_the_config_of_a_copy(kind):
     assert copied.config._attn_implementation == "sdpa"
     nta.patch(copied).remove()
     assert_plain(copied, make(kind))
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("llama", "LlamaModel"), ("gemma3_text", "Gemma3TextModel")])
+def test_an_equal_model_is_not_checked_again(model_type, name):
+    """The activation of Gemma is a functools.partial."""
+    model = tiny.make(model_type, name)
+    model.first = {0, 8}
+    nta.patch(model).remove()
+    equal, other = copy.deepcopy(model), copy.deepcopy(model)
+    equal.first, other.second = {8, 0}, functools.partial(torch.relu)  # a set in another order
+    assert "checked before" in str(nta.patch(equal))
+    assert "checked on this" in str(nta.patch(other))

@@ -37,6 +37,7 @@ def make_batch(labels):
     return {**batch, "labels": ids.masked_fill(~mask, -100)} if labels else batch
 
 
+@pytest.mark.usefixtures("uncompared")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     "model_type", sorted({*KINDS} - {"gpt_oss", "qwen3"})

@@ -15,6 +15,8 @@ import nt_attention as nta
 from nt_attention.hf.pack import packing
 from nt_attention.layouts.known import SequenceLayout
 
+pytestmark = pytest.mark.usefixtures("uncompared")
+
 
 @every_kind
 def test_signature_and_the_columns_that_trainer_keeps(kind, tmp_path):

@@ -20,7 +20,10 @@ from torch import Tensor
 
 import nt_attention as nta
 
-pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning"),
+    pytest.mark.usefixtures("uncompared"),
+]
 CONFIGURATIONS = 200
 TOLERANCE = 1e-9  # of the largest value
 MIN_SHARED = 32

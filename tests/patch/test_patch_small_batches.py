@@ -18,6 +18,8 @@ from nt_attention.hf.pack.change_model import attention_modules
 from nt_attention.hf.pack.small_batches import Costs, Size
 from nt_attention.hf.route.packed_row import SmallCall
 
+pytestmark = pytest.mark.usefixtures("uncompared")
+
 SMALL = "the batch is too small to gain from packing"
 TYPES = ("albert", "bert", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama", "mistral", "modernbert", "opt")
 ENTRIES = [(model_type, name) for model_type in TYPES for name in tiny.classes(model_type)]

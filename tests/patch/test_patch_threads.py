@@ -1,6 +1,7 @@
 """One patched model called from eight threads, and while another thread compiles or exports something else."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny
@@ -43,3 +44,10 @@ def test_models_run_while_another_thread_exports(another_thread_exports):
             got = model(ids, attention_mask=mask.long())[0][mask], encoder(x, src_key_padding_mask=~mask)[mask]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
     assert handle.calls == other.calls == {None: 1}
+
+
+def test_models_that_are_patched_at_a_time_are_checked_one_after_another():
+    """Checks draw random numbers from the generator that all threads have in common."""
+    models = [tiny.make("bert", "BertModel", intermediate_size=64 + n, hidden_dropout_prob=0.1) for n in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert all(handle.active for handle in pool.map(nta.patch, models))

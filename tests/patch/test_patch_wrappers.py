@@ -100,6 +100,7 @@ def test_accelerate_unwrap_model(patch_first, removed, accelerator):
     torch.testing.assert_close(loss_of(copied, batch), loss_of(scale(make()), batch), **tolerance)
 
 
+@pytest.mark.usefixtures("uncompared")
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_accelerate_hooks(patch_first):
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
@@ -116,6 +117,7 @@ def test_accelerate_hooks(patch_first):
     handle = nta.patch(model) if patch_first else None
     add_hook_to_module(model, hook)
     handle = handle or nta.patch(model)
+    hook.seen = 0
     close(loss_of(model, batch), want)
     assert handle.calls == {None: 1}
     handle.remove()

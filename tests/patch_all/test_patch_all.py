@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import nt_attention as nta
-from nt_attention.hf.prove import store
+from nt_attention.hf.check import plans
 from nt_attention.patching import building
 
 
@@ -67,7 +67,7 @@ class Refused(BertModel):
         return out
 
 
-class Raising(BertModel):
+class Secret(BertModel):
     """Nobody but the program can build it."""
 
     def __init__(self, config, secret=None):
@@ -113,7 +113,7 @@ def test_a_model_in_another_module_is_patched():
 
 
 def test_parts_that_were_built_before_are_as_the_model_around_them():
-    """The heads of an encoder-decoder of two models are not packed."""
+    """An encoder-decoder of two models is not packed as a whole. Its encoder is."""
     batch = make_batch("base")
     batch = {**batch, "labels": batch["input_ids"]}
     with nta.patch_all(packing="always") as handle:
@@ -122,10 +122,12 @@ def test_parts_that_were_built_before_are_as_the_model_around_them():
         model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
         model.config.decoder_start_token_id, model.config.pad_token_id = 2, tiny.PAD
         got = model(**batch).loss
-        assert handle.models["BertModel"] == 0
-        assert not any("forward" in vars(part) for part in model.modules())
-    assert handle.left.keys() == {"EncoderDecoderModel"}
-    assert "logits differs" in str(handle)
+    assert handle.models == {"EncoderDecoderModel": 1}
+    assert handle.counts["EncoderDecoderModel"].calls == {
+        None: 1,
+        "it has encoder_hidden_states for cross-attention": 1,
+    }
+    assert not any("forward" in vars(part) for part in model.modules())
     close(got, model(**batch).loss)
 
 
@@ -164,8 +166,9 @@ def test_models_that_share_a_config():
     assert config._attn_implementation == "sdpa"
 
 
-def test_code_of_the_user_is_tried_once_for_each_config(monkeypatch):
-    monkeypatch.setattr(store, "_made_of_class", weakref.WeakKeyDictionary())
+@pytest.mark.usefixtures("uncompared")
+def test_code_of_the_user_is_checked_once_for_each_config(monkeypatch):
+    monkeypatch.setattr(plans, "_kept", {})
     batch = make_batch("base")
     with nta.patch_all(packing="always") as handle:
         Counted(bert_config())
@@ -184,19 +187,27 @@ def test_code_of_the_user_is_tried_once_for_each_config(monkeypatch):
 def test_models_that_are_not_patched_run_as_they_are():
     batch = make_batch("base")
     with nta.patch_all() as handle:
-        models = [Refused(bert_config()).eval() for _ in range(2)] + [Raising(bert_config(), 1).eval()]
+        models = [Refused(bert_config()).eval() for _ in range(2)]
         models.append(ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)))
         for model in models:
             assert "forward" not in vars(model)
             assert model.config._attn_implementation == "sdpa"
-        for model in models[:3]:
+        for model in models[:2]:
             model(**batch)
-        with pytest.raises(KeyError):
-            Raising(bert_config())
-    assert handle.left.keys() == {"Refused", "Raising", "ViTModel"}
-    assert str(handle).count("not patched: ") == 3
+    assert handle.left.keys() == {"Refused", "ViTModel"}
+    assert str(handle).count("not patched: ") == 2
     assert "ViTModel: not patched: its images have equal lengths" in str(handle).splitlines()[-1]
     assert not handle.models
+
+
+def test_a_model_that_only_the_program_can_build_is_patched():
+    batch = make_batch("base")
+    with nta.patch_all(packing="always") as handle:
+        got = loss_of(model := Secret(bert_config(), 1).eval(), batch)
+        with pytest.raises(KeyError):
+            Secret(bert_config())
+    assert handle.counts["Secret"].calls == {None: 1}
+    close(got, loss_of(model, batch))
 
 
 def test_programs_that_patch_themselves():
@@ -381,14 +392,13 @@ class Inside(BertModel):
         return (self.encoder(self.embeddings(input_ids), src_key_padding_mask=~attention_mask.bool()),)
 
 
-def test_stacks_in_a_model_that_is_not_patched_are_patched():
+def test_stacks_in_a_model_that_is_not_packed_are_packed():
     batch = make_batch("base")
     tokens = batch["attention_mask"].bool()
     with nta.patch_all() as handle:
         model = Inside(bert_config()).eval()
         got = model(**batch)[0][tokens]
-    assert list(handle.left) == ["Inside"]
-    assert handle.counts["TransformerEncoder"].calls == {None: 1}
+    assert handle.counts["Inside"].calls == {None: 1}
     close(got, model(**batch)[0][tokens])
 
 

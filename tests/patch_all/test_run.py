@@ -141,13 +141,20 @@ model(torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]])
 """
 
 
-def test_summary(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "compared"),
+    [([], "    first batch compared with the padded run: largest difference "), (["--check", "never"], "")],
+    ids=["first", "never"],
+)
+def test_summary(options, compared, tmp_path):
     (tmp_path / "main.py").write_text(MODEL)
-    got = python("-m", "nt_attention", "run", "main.py", cwd=tmp_path)
+    got = python("-m", "nt_attention", "run", *options, "main.py", cwd=tmp_path)
     assert got.returncode == 0, got.stderr
-    assert got.stderr.endswith(
-        "  BertModel: 1 model patched\n    1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)\n"
-    )
+    counts = "1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)\n"
+    _, shown, rest = got.stderr.partition(f"  BertModel: 1 model patched\n    {counts}")
+    assert shown
+    assert rest.startswith(compared)
+    assert bool(rest) == bool(compared)
 
 
 OF_TORCH = """

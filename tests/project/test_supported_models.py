@@ -1,4 +1,4 @@
-"""The tables of supported models in docs/reference/hugging_face.md have what the shipped checks say; their search."""
+"""The tables of supported models in docs/reference/hugging_face.md have what the checks of classes found; search."""
 
 import json
 import re
@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 MODELS = runpy.run_path(str(ROOT / "tools" / "supported_models.py"))
 DATA = json.loads(MODELS["DATA"].read_text())
-PROOFS = sorted((ROOT / "nt_attention" / "hf" / "prove" / "proofs").iterdir())
+CHECKED = sorted(MODELS["CHECKED"].iterdir())
 
 
 def entry(model_type, head, reason=None):
-    return {"type": model_type, "head": head, "proof": {} if reason is None else {"reason": reason}}
+    return {"type": model_type, "head": head} | ({"plan": {}} if reason is None else {"reason": reason})
 
 
 def test_page_is_up_to_date(capsys):
@@ -41,7 +41,7 @@ def test_page_that_is_not_up_to_date(tmp_path, capsys):
 
 def test_tables(tmp_path):
     file = tmp_path / "5.0.0.json"
-    state = "tokens of sequence 2 depend on sequence 1: layers.0 ({}) keeps a state along the row"
+    state = "layers.0 ({}) mixes the sequences of a packed row"
     entries = [
         *(entry("b", head) for head in ("QA", "base", "causal LM")),
         *(entry("a-2", head) for head in ("base", "causal LM", "QA")),
@@ -55,14 +55,14 @@ def test_tables(tmp_path):
     assert rows == [
         "| `a-2`, `b` | base, causal LM, QA |",
         "| `d` | base |",
-        "| `c`, `d` (token) | a layer keeps a state along the row |",
+        "| `c`, `d` (token) | it mixes the sequences of a packed row |",
         "| `e` | another reason |",
         "| `f` | its code raises an error on a packed row |",
     ]
 
 
-@pytest.mark.parametrize("file", PROOFS, ids=lambda file: file.stem)
-def test_heads_of_the_proofs_are_known(file):
+@pytest.mark.parametrize("file", CHECKED, ids=lambda file: file.stem)
+def test_heads_of_the_checked_classes_are_known(file):
     assert {entry["head"] for entry in json.loads(file.read_text())} <= set(MODELS["HEADS"].split(", "))
 
 
@@ -97,7 +97,7 @@ def find(query, data):
         return parts[:12]
     kind = next((kind for pattern, kind in data["names"] if re.search(pattern, name)), "")
     if not kind:
-        return [f"{query.strip()} is not in the tables: it is tried when you patch."]
+        return [f"{query.strip()} is not in the tables: it is checked when you patch."]
     return [f"By its name, its type is {kind}. To be sure, see model_type in its config.json.", *of_type(kind)]
 
 
@@ -119,7 +119,7 @@ QUERIES = {  # → the type in the answer, or another part of it
     "Qwen/Qwen3-30B-A3B": "its type is qwen3_moe.",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "its type is qwen3_next.",
     "Qwen/Qwen2.5-7B-Instruct": "its type is qwen2.",
-    "Qwen/Qwen2.5-VL-3B-Instruct": "is not in the tables: it is tried when you patch.",
+    "Qwen/Qwen2.5-VL-3B-Instruct": "is not in the tables: it is checked when you patch.",
     "microsoft/deberta-v3-base": "its type is deberta-v2.",
     "microsoft/mdeberta-v3-base": "its type is deberta-v2.",
     "microsoft/deberta-base": "its type is deberta.",
@@ -141,7 +141,7 @@ QUERIES = {  # → the type in the answer, or another part of it
     "google/flan-t5-base": "its type is t5.",
     "openai-community/gpt2-medium": "its type is gpt2.",
     "EleutherAI/pythia-160m": "its type is gpt_neox.",
-    "my-org/no-such-model": "my-org/no-such-model is not in the tables: it is tried when you patch.",
+    "my-org/no-such-model": "my-org/no-such-model is not in the tables: it is checked when you patch.",
 }
 
 

@@ -179,9 +179,9 @@ def test_adapters_that_compute_with_rows_run_padded(name):
     model = make(name).eval()
     with torch.no_grad(), nta.patch(model) as handle:
         adapted = get_peft_model(model, config).eval()
-        with pytest.warns(NotPackedWarning, match=rf"has an adapter of PEFT \({name}\)"):
+        with pytest.warns(NotPackedWarning, match="its first batch gave other values packed than padded: it raises"):
             got = adapted(**batch, **more).logits
-    assert len(handle.calls) == 2
+    assert None not in handle.calls
     with torch.no_grad():
         want = adapted(**batch, **more).logits
     tokens = batch["attention_mask"].bool()
@@ -190,7 +190,9 @@ def test_adapters_that_compute_with_rows_run_padded(name):
 
 def test_adapter_that_computes_with_rows_is_refused():
     model = get_peft_model(make("poly"), OF_ROWS["poly"][0])
-    with pytest.raises(ValueError, match=r"has an adapter of PEFT \(poly\) that computes with the rows of a batch"):
+    with pytest.raises(
+        ValueError, match="it does not run on rows of token ids: ValueError: task_ids should not be None"
+    ):
         nta.patch(model)
 
 

@@ -107,7 +107,7 @@ def test_trainer_losses_and_gradient_norms(name, when, record, tmp_path):
 def test_trainer_with_cuda_graphs(name, cuda_graphs, tmp_path):  # noqa: F811
     got = run(causal, functools.partial(make_trainer, tmp_path, **WAYS[name]), "before", cuda_graphs="training")
     assert_same(got, unpatched(name), 1e-2 if name == "bf16" else 1e-5)
-    assert got.handle.graphs.calls.total() >= 3
+    assert got.handle.graphs.calls.total() >= 2  # the first call is compared, and runs without a graph
     assert set(got.handle.graphs.calls) == {None}
 
 

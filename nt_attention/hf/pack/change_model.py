@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...patching.forwards import CALL_REMOVE_FIRST, Handle, PatchedForward, copies_of, override_forward
 from .. import families
 from ..families import Family, is_of_transformers
-from ..proof import Head, Proof
+from ..plan import Head, Plan
 from ..route.attention import NAME_OVER, register
 from ..route.packed_row import counts_positions, embed_positions
 from ..route.rope import rotate_per_sequence, scales_by_length
@@ -22,9 +22,8 @@ from ..transformers_private import ATTENTION, attention_attributes, attention_of
 from .attention_code import override_attention, override_methods
 from .encoder_decoder import EncoderDecoderCall
 from .inputs import padding_id
-from .islands import add_islands, group_by_length
 from .packed_forward import PackedCall, PackingMode, SequenceHeadCall
-from .replaced_modules import classes_to_watch
+from .padded_modules import add_padded_modules, group_by_length
 from .small_batches import Size
 
 
@@ -51,10 +50,8 @@ _patched = WeakIdKeyDictionary()  # config → `_Patched`
 
 def set_attention(model: PreTrainedModel, handle: Handle) -> str:
     """Set our name in the model's configs, let the handle undo it, and return the name that was there."""
-    configs = _configs(model)
-    forwards = [module.__dict__.get("forward") for module in model.modules()]
-    handles = [forward.handle for forward in forwards if isinstance(forward, PatchedForward)]
-    _check_not_patched(model, configs, handles, handle)
+    configs, handles = _configs(model), _handles(model)
+    check_not_patched(model, handle)
     for config in configs:
         if config not in _patched or not _patched[config].active():
             _patched[config] = _Patched(config)
@@ -70,15 +67,23 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
         name = register(over or ("sdpa" if before != "eager" and supports_sdpa(model) else "eager"))
         model.set_attn_implementation(name)
         for config in _configs_of_layers(model, configs):
-            if attention_of(config) in (before, over and NAME_OVER[over]):
+            if attention_of(config) in (before, over, over and NAME_OVER[over]):
                 kept.append((config, {ATTENTION: over or attention_of(config)}))
                 vars(config)[ATTENTION] = name
     return before
 
 
-def _check_not_patched(model: PreTrainedModel, configs: list[Any], handles: list[Handle], handle: Handle) -> None:
-    of_parts = [x for config in configs if config in _patched for x in _patched[config].active(set(_parts(model)))]
-    if any(other.active and other is not handle for other in (*handles, *of_parts)):
+def _handles(model: PreTrainedModel) -> list[Handle]:
+    """The handles of the patches of a model and its parts, active or not."""
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    return [forward.handle for forward in forwards if isinstance(forward, PatchedForward)]
+
+
+def check_not_patched(model: PreTrainedModel, handle: Handle) -> None:
+    """Raise an error if a model or a part of it is patched already, by another handle."""
+    configs = [config for config in _configs(model) if config in _patched]
+    of_parts = [x for config in configs for x in _patched[config].active(set(_parts(model)))]
+    if any(other.active and other is not handle for other in (*_handles(model), *of_parts)):
         raise ValueError(
             f"{type(model).__name__} or a part of it is already patched: {CALL_REMOVE_FIRST} For a copied or loaded "
             "model, it is model.forward.handle."
@@ -152,43 +157,48 @@ def _override_positions(base: nn.Module, handle: Handle) -> bool:
 
 def make_padding_free(
     model: PreTrainedModel,
-    proof: Proof,
+    plan: Plan,
     family: Family,
     handle: Handle,
     packing: PackingMode,
     shares: bool = False,
     grouping: Callable[..., Any] = group_by_length,
+    first_batches: Any = None,
 ) -> None:
     """Make the model pack, and also its base model, because callers may call it directly.
 
-    `shares`: share prefixes. `grouping`: which sequences islands run together.
+    Args:
+        model, plan, family, handle, packing: what is packed, and how.
+        shares: whether to share prefixes.
+        grouping: which sequences run together in modules that run padded.
+        first_batches: what compares calls with padded ones.
     """
     base = families.base_model(model)
-    needs_row = _override_positions(base, handle) or proof.mask is not None
-    needs_row |= add_islands(base, proof, handle, grouping)
-    is_routed = families.routes_attention(model)
+    needs_row = _override_positions(base, handle) or plan.mask is not None
+    needs_row |= add_padded_modules(base, plan, handle, grouping)
+    is_routed = families.has_named_attention(model)
     override_methods(base, handle)
     attentions = attention_modules(base).values()
     is_causal = any(getattr(module, "is_causal", False) is True for module in attentions)
     for module in attentions:
-        if type(module).__name__ not in proof.islands:
+        if type(module).__name__ not in plan.padded:
             override_attention(module, is_routed, handle)
-    watched = classes_to_watch(base, {*proof.mixers, *(type(module).__name__ for module in attentions)})
 
     # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
     # Embeddings that depend on other tokens of the row become NaN in a padded row without tokens.
     scales = any(map(scales_by_length, base.modules()))
-    differs = proof.reads_padding or family.embed is not None or scales
+    differs = plan.reads_padding or family.embed is not None or scales
+    has_windows = any(map(_has_window, (model.config.get_text_config().to_dict(), *map(vars, base.modules()))))
     may_run_padded = packing == "auto" and handle.mesh is None and not differs
 
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
         defaults, takes_any = _arguments(entry)
         is_base = families.base_model(entry) is entry
-        first = (padding_id(base) or 0) + 1 if proof.positions == "ids" else 0
+        first = (padding_id(base) or 0) + 1 if plan.positions == "ids" else 0
         size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
         return PackedCall(
             handle=handle,
-            proof=proof,
+            plan=plan,
             family=family,
             head=head,
             defaults=defaults,
@@ -200,23 +210,36 @@ def make_padding_free(
             size=size,
             shares=shares,
             scales_by_length=scales,
-            has_head=is_base and model is not base and proof.head not in (None, "sequence"),
-            watched=watched,
+            has_head=is_base and model is not base and plan.head not in (None, "sequence"),
+            has_windows=has_windows,
+            first_batches=first_batches,
         )
 
-    _override_entries(model, packed_call, proof, handle, is_routed)
+    _override_entries(model, packed_call, plan, handle, is_routed, first_batches)
+
+
+def _has_window(fields: dict[str, Any]) -> bool:
+    """Whether the fields of a config or of a module have a window or chunks of positions."""
+    return any(("window" in name or "chunk" in name) and type(x) is int and x > 1 for name, x in fields.items())
 
 
 def _override_entries(
-    model: PreTrainedModel, packed_call: Callable[..., PackedCall], proof: Proof, handle: Handle, is_routed: bool
+    model: PreTrainedModel,
+    packed_call: Callable[..., PackedCall],
+    plan: Plan,
+    handle: Handle,
+    is_routed: bool,
+    first_batches: Any,
 ) -> None:
     """Override the forward of the base model and that of the model. `packed_call(entry, head)` makes a forward."""
-    base, head = families.base_model(model), proof.head
+    base, head = families.base_model(model), plan.head
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()
         override_forward(encoder, packed_call(encoder, None), handle)
         for entry in (base, model) if head == "token" else (base,):
-            override_forward(entry, EncoderDecoderCall(handle, proof, _arguments(entry)[0], is_routed), handle)
+            of_entry = head if entry is model else None
+            both = EncoderDecoderCall(handle, plan, _arguments(entry)[0], is_routed, of_entry, first_batches)
+            override_forward(entry, both, handle)
         packs_head = head == "token"
     else:
         packs_head = head != "sequence"
@@ -227,7 +250,7 @@ def _override_entries(
         elif not packs_head:  # replaces the entry that another head with the same base model has made
             cast(PatchedForward, base.forward).forward = call
     if not packs_head and model is not base:
-        is_known = is_of_transformers(families.class_of(model))
+        is_known = is_of_transformers(families.class_of(model)) and not plan.head_mixes
         override_forward(model, SequenceHeadCall(_arguments(model)[0], is_known), handle)
 
 

@@ -3,7 +3,7 @@
 Such a module multiplies queries and keys, scales and masks the scores, takes the softmax, and multiplies by the values.
 Here the product of queries and keys is not computed: it is a `DeferredScores`, which only remembers the operations.
 The product with the values then runs `varlen_attention`. An operation that `varlen_attention` can't express raises an
-error, so the proof of the model fails.
+error, so the check of the model fails.
 
 Dimensions: T query and S key tokens of a packed row, H heads, D and Dv head dims.
 """

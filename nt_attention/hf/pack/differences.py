@@ -23,6 +23,7 @@ RESTARTS = (
     "attention_mask"
 )
 ROPE = "its rotary embedding is scaled by the length of each sequence; the padded run takes the longest row for all"
+PADDING = "a module that mixes tokens reads padding in the padded run; packed, it gives what each sequence gives alone"
 
 
 def tell_differences(call: Any, padding: Any) -> None:
@@ -50,6 +51,10 @@ def _restarts_beside_a_mask(call: Any, padding: Any) -> bool:
     return padding.shares_rows and "attention_mask" in arguments and not families.ROW_INPUTS & arguments.keys()
 
 
+def _reads_padding(call: Any, padding: Any) -> bool:
+    return bool(call.entry.plan.reads_padding)
+
+
 def _scales_differently(call: Any, padding: Any) -> bool:
     if not call.entry.scales_by_length:
         return False
@@ -63,4 +68,5 @@ _DIFFERENCES: dict[str, Callable[[Any, Any], bool]] = {
     POOLED: _pools_other_tokens,
     RESTARTS: _restarts_beside_a_mask,
     ROPE: _scales_differently,
+    PADDING: _reads_padding,
 }

@@ -25,23 +25,24 @@ from ...compiler import inline_only, outside_of_graphs
 from ...layouts.protocol import Layout
 from ...patching.forwards import Handle, is_recorded
 from .. import families
-from ..proof import Proof
+from ..plan import Head, Plan
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask
-from ..route.packed_row import PackedRow, running
+from ..route.packed_row import PackedRow, extend_tables, running
+from .attention_code import make_cached_tensors
 from .differences import LABELS
 from .inputs import arguments_of, default_position_ids, read_packing
 from .outputs import pad_outputs
 from .packed_forward import add_rows_of_head
 from .packing import Packing
-from .routes import FallsBack, ModelCall, Packed, Unpatched, run_route
+from .routes import FallsBack, ModelCall, Packed, Unpatched, longest_of, run_route
 from .rules import (
     NO_PADDING,
     Rule,
+    differs_from_padded,
     is_divided_by_context_parallel,
     needs_samples,
     route_of,
-    was_replaced,
     why_arguments_not_packed,
 )
 
@@ -89,15 +90,18 @@ class EncoderDecoderCall:
 
     Attributes:
         handle: the handle of the patch. It counts calls and warns.
-        proof: how the model is packed.
+        plan: how the model is packed.
         defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
         is_routed: whether attention runs through transformers' interface.
+        head, first_batches: as in `PackedCall`.
     """
 
     handle: Handle
-    proof: Proof
+    plan: Plan
     defaults: dict[str, Any]
     is_routed: bool
+    head: Head | None = None
+    first_batches: Any = None
 
     @inline_only
     def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +159,26 @@ class _TwoSidedCall(ModelCall):
         packings: list[Any] = [read_packing(side, always=True, head="token") for side in sides]
         return _Sides(*packings)
 
+    @property
+    def length(self) -> int:
+        """The length of the longest padded rows of both sides."""
+        return longest_of(self.arguments.get(name) for name in (*_SOURCE, *_TARGET))
+
+    @property
+    def packings(self) -> tuple[Any, ...]:
+        """The packings of both sides."""
+        return tuple(self.packing or ())
+
+    def packing_of(self, name: str) -> Any:
+        """The packing of the side that an argument or an output belongs to."""
+        return self.packing.source if name in (*_SOURCE, *OF_SOURCE, "attention_mask") else self.packing.target
+
+    def as_packed(self) -> PackedSides:
+        """The route of the packed call, which is not counted."""
+        make_cached_tensors(self.model, self.packing.layout.device)
+        extend_tables(self.model, self.packing.length)
+        return PackedSides(self, self.packing)
+
     def tell_differences(self, padding: _Sides) -> None:
         """As in any call. Only its loss may differ."""
         if padding.ignores_labels:
@@ -191,7 +215,7 @@ class PackedSides(Packed):
     def _pack_source(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed source, and the arguments of the encoder."""
         source, call = self.packing.source, self.call
-        positions = default_position_ids(call.entry.proof, call.model, source, arguments.get("input_ids"))
+        positions = default_position_ids(call.entry.plan, call.model, source, arguments.get("input_ids"))
         inputs: dict[str, Any] = {name: source.pack(arguments[name]) for name in _SOURCE & arguments.keys()}
         inputs |= {name: arguments[name] for name in ("output_hidden_states",) if name in arguments}
         inputs |= {"attention_mask": PackedMask.of(source.layout, form="pairs"), "return_dict": True}
@@ -201,7 +225,7 @@ class PackedSides(Packed):
     def _pack_target(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed target, and the arguments of the original forward but `encoder_outputs`."""
         (source, target), call = self.packing, self.call
-        positions = default_position_ids(call.entry.proof, call.model, target, arguments.get("decoder_input_ids"))
+        positions = default_position_ids(call.entry.plan, call.model, target, arguments.get("decoder_input_ids"))
         replaced = _SOURCE | _TARGET | {"attention_mask", "decoder_attention_mask", "use_cache"}
         inputs = {name: x for name, x in arguments.items() if name not in replaced}
         inputs |= {name: target.pack(arguments[name]) for name in _TARGET & arguments.keys()}
@@ -298,9 +322,9 @@ def _has_holes(call: _TwoSidedCall) -> str | None:
 
 _RULES: tuple[Rule, ...] = (
     (is_divided_by_context_parallel, FallsBack),
-    (was_replaced, FallsBack),
     (needs_samples, FallsBack),
     (_has_other_arguments, FallsBack),
     (_has_no_padding, Unpatched),
     (_has_holes, FallsBack),
+    (differs_from_padded, FallsBack),
 )

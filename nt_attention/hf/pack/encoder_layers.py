@@ -27,7 +27,6 @@ from ...patching.forwards import (
     Handle,
     has_gradients_per_sample,
     is_context_parallel,
-    is_patched,
     is_recorded,
     override_forward,
     replacement_of,
@@ -43,7 +42,7 @@ from ...torch_private import (
     version_of,
 )
 from .. import families
-from ..proof import Proof
+from ..plan import Plan
 from ..route.attention import NAMES
 from ..route.masks import source_of
 from ..route.packed_mask import PackedMask
@@ -51,9 +50,8 @@ from ..route.packed_row import LayerCalls, PackedRow, current_layers, is_unpatch
 from ..transformers_private import attention_of
 from .attention_code import override_attention
 from .change_model import attention_modules
-from .islands import add_islands, group_by_length
 from .packing import Packing
-from .replaced_modules import why_replaced
+from .padded_modules import add_padded_modules, group_by_length
 
 MASK = "attention_mask"
 _NO_PADDING = "there is no padding to skip"
@@ -87,26 +85,31 @@ def why_no_layers(model: Any) -> str | None:
     return None if encoder_layers(model) else "its layers take no mask of padding"
 
 
-def pack_layers(
-    model: PreTrainedModel, proof: Proof, handle: Handle, grouping: Callable[..., Any] = group_by_length
-) -> None:
+def kinds_of_layers(model: nn.Module) -> list[str]:
+    """The classes of the layers that may pack."""
+    return sorted({type(layer).__name__ for layer in encoder_layers(model).values()})
+
+
+def pack_layers(model: PreTrainedModel, handle: Handle, first_batches: Any) -> None:
     """Make the layers of a model pack, and count the calls of the model and of the models in it.
 
-    `grouping`: which sequences islands run together.
+    `first_batches`: a `check.layers.FirstBatchesOfLayers`, which compares calls, and finds what runs padded.
     """
     is_routed = families.routes_attention(model)
     for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
         names = tuple(inspect.signature(part.forward).parameters)
         if any(name.endswith(MASK) for name in names):
-            override_forward(part, EncoderCall(handle, proof, names, is_routed), handle)
+            override_forward(part, EncoderCall(handle, first_batches, names, is_routed), handle)
     for layer in encoder_layers(model).values():
-        if type(layer).__name__ not in proof.layers:
-            continue
-        names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
-        override_forward(layer, LayerCall(handle, proof, names), handle)
-        add_islands(layer, proof, handle, grouping)
+        override_forward(layer, LayerCall(handle, tuple(inspect.signature(type(layer).forward).parameters)[1:]), handle)
         for module in attention_modules(layer).values():
             override_attention(module, is_routed, handle)
+
+
+def add_padded_to_layers(model: nn.Module, classes: tuple[str, ...], handle: Handle) -> None:
+    """Let modules of these classes in the layers run on padded rows."""
+    for layer in encoder_layers(model).values():
+        add_padded_modules(layer, Plan(padded=classes), handle, group_by_length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,13 +118,13 @@ class EncoderCall:
 
     Attributes:
         handle: the handle of the patch. It counts calls and warns.
-        proof: how the layers are packed.
+        first_batches: what compares calls with calls whose layers are padded.
         names: the names of the model's arguments.
         is_routed: whether attention runs through transformers' interface.
     """
 
     handle: Handle
-    proof: Proof
+    first_batches: Any
     names: tuple[str, ...]
     is_routed: bool
 
@@ -131,9 +134,9 @@ class EncoderCall:
             return original(*args, **kwargs)
         if is_unpatched(model) or current_layers() is not None:  # the model around it counts the call
             return original(*args, **kwargs)
-        layers = self._begin(model, args, kwargs, active_compiler())
+        layers = self._begin(model, original, args, kwargs, active_compiler())
         if layers is None:
-            with running(unpatched=_parts(model)):
+            with running(unpatched=parts_of_call(model)):
                 return original(*args, **kwargs)
         with running(layers=layers):
             out = original(*args, **kwargs)
@@ -142,7 +145,7 @@ class EncoderCall:
         return out
 
     @outside_of_graphs
-    def _begin(self, model: Any, args: Any, kwargs: Any, compiler: Any) -> LayerCalls | None:
+    def _begin(self, model: Any, original: Any, args: Any, kwargs: Any, compiler: Any) -> LayerCalls | None:
         """What counts the layers of this call, or None if they run padded."""
         arguments = dict(zip(self.names, args, strict=False)) | kwargs
         masks = [x for name, x in arguments.items() if name.endswith(MASK) and isinstance(x, Tensor)]
@@ -153,6 +156,10 @@ class EncoderCall:
             reason = "torch.compile runs it: compile the parts of its layers instead"
         if reason is None and not all(map(can_be_read, masks)):
             reason = "the host can't read its mask"
+        if reason is None:
+            reason = self.first_batches.why_padded(self, model, original, arguments)  # it may find padded modules
+        if reason is None and self.first_batches.padded and any(map(_is_checkpointed, _items(model))):
+            reason = "gradient checkpoints would run its convolutions again, which is not supported for packed layers"
         if reason is None:
             return LayerCalls(self.handle.fall_back)
         self.handle.fall_back(reason)
@@ -171,16 +178,11 @@ class EncoderCall:
             return f"its attention was set to {name!r} after the patch"
         if any(has_compiled_call(layer) or inside_compiled(layer) is not layer for layer in layers):
             return "its layers are compiled: compile their parts instead"
-        islands = frozenset(self.proof.islands)
-        if reason := next(filter(None, (why_replaced(x, islands) for x in layers if is_patched(x))), None):
-            return reason
-        if islands and any(vars(x).get("gradient_checkpointing") and x.training for x in layers):
-            return "gradient checkpoints would run its convolutions again, which is not supported for packed layers"
-        if self.proof.trains:
-            return None
-        if any(layer.training for layer in layers):
-            return "in training, its layers compute with all positions of the batch, with padding"
-        return "its loss reads values at padding" if arguments.get("labels") is not None else None
+        return None
+
+
+def _is_checkpointed(layer: nn.Module) -> bool:
+    return bool(vars(layer).get("gradient_checkpointing")) and layer.training
 
 
 def _items(model: nn.Module) -> list[nn.Module]:
@@ -192,7 +194,7 @@ def _items(model: nn.Module) -> list[nn.Module]:
 
 
 @outside_of_graphs
-def _parts(model: nn.Module) -> tuple[nn.Module, ...]:
+def parts_of_call(model: nn.Module) -> tuple[nn.Module, ...]:
     """The patched models and layers in a model."""
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     return (*models, *map(inside_compiled, _items(model)))
@@ -254,12 +256,11 @@ class LayerCall:
     """The `forward` of a layer that packs.
 
     Attributes:
-        handle, proof: as in `EncoderCall`.
+        handle: as in `EncoderCall`.
         names: the names of the layer's arguments. The first are the hidden states (B, L, E).
     """
 
     handle: Handle
-    proof: Proof
     names: tuple[str, ...]
 
     @inline_only
@@ -318,7 +319,7 @@ class LayerCall:
             packing = Packing.of(tokens, None, *tokens.shape)
             if packing.saves_nothing:
                 return None
-            if not packing.has_holes or self.proof.holes:
+            if not packing.has_holes:
                 if layers is not None:
                     layers.packed = packing.sizes
                 return _Rows.of(packing)

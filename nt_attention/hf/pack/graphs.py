@@ -29,7 +29,7 @@ from ...layouts.reading import to_device
 from ...modules.graphs import without_lengths
 from ...patching.forwards import PatchedForward
 from .. import families
-from ..proof import Head
+from ..plan import Head
 from ..route.packed_row import extend_tables
 from ..transformers_private import attention_of
 from .attention_code import make_cached_tensors
@@ -179,7 +179,6 @@ def run_as_graph(
     model: PreTrainedModel,
     arguments: dict[str, Any],
     is_compiled: bool,
-    holes: bool,
     head: Head | None,
     returns_cache: Callable[[], bool],
     run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
@@ -193,7 +192,6 @@ def run_as_graph(
         model: the model whose call it is.
         arguments: those that are not their defaults.
         is_compiled: whether `run` runs a compiled model.
-        holes: whether rows may have padding between tokens.
         head: how its head runs.
         returns_cache: whether the model returns a cache for a batch without padding.
         run: runs the call for a packing and these arguments.
@@ -208,7 +206,7 @@ def run_as_graph(
     mask = arguments.get("attention_mask")
     padding = OfMask(np.ones((rows, length), np.bool_), tokens.device)
     if mask is not None:
-        padding = _read_mask(mask, holes, uncounted_labels(arguments, mask, head))
+        padding = _read_mask(mask, uncounted_labels(arguments, mask, head))
     sizes = Sizes(rows, length, padding.token_shape[1])
     if not sizes.tokens:
         raise NotCapturedError("the batch has no tokens")
@@ -274,13 +272,12 @@ def _part(x: Tensor, form: str, sizes: Sizes) -> Tensor:
     return x[: sizes.sequences] if form == "rows" else x
 
 
-def _read_mask(mask: Tensor, holes: bool, uncounted: Tensor | None) -> OfMask:
+def _read_mask(mask: Tensor, uncounted: Tensor | None) -> OfMask:
     """The padding of a mask (B, L). Syncs with the device once."""
     is_token, *others = read_bits([mask != 0] if uncounted is None else [mask != 0, uncounted])
-    if not holes:
-        begins = is_token[:, 1:] & ~is_token[:, :-1]
-        if (np.count_nonzero(begins, axis=1) + is_token[:, :1].any(1)).max(initial=0) > 1:
-            raise NotCapturedError("its rows have padding between tokens")
+    begins = is_token[:, 1:] & ~is_token[:, :-1]
+    if (np.count_nonzero(begins, axis=1) + is_token[:, :1].any(1)).max(initial=0) > 1:
+        raise NotCapturedError("its rows have padding between tokens")
     return OfMask(is_token, mask.device, bool(others and others[0].any()))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...compiler import inline_only
 from ...layouts.known import SequenceLayout
 from .. import families
-from ..proof import Head, Proof
+from ..plan import Head, Plan
 from ..route.hand_packed import layout_of_lengths
 from .packing import Packing
 
@@ -87,12 +87,12 @@ def has_axes(position_ids: Tensor, mask: Tensor | None) -> bool:
     return is_3d and mask is not None and position_ids.shape[1:] == mask.shape
 
 
-def default_position_ids(proof: Proof, base: Any, packing: Packing, input_ids: Tensor | None) -> Tensor:
+def default_position_ids(plan: Plan, base: Any, packing: Packing, input_ids: Tensor | None) -> Tensor:
     """(1, T), the positions that the model would use in the padded row, or for each sequence of a row alone."""
-    if proof.positions == "tokens":
+    if plan.positions == "tokens":
         return packing.layout.position_ids.unsqueeze(0)
     padded = packing.own_positions.unsqueeze(0)
-    if proof.positions == "padded":
+    if plan.positions == "padded":
         return padded
     padding = padding_id(base)
     assert padding is not None

@@ -16,7 +16,7 @@ from ...graphs.device import NotCapturedError
 from ...patching.forwards import Handle, is_recorded
 from .. import families
 from ..families import Family
-from ..proof import Head, Proof
+from ..plan import Head, Plan
 from ..route.attention import NAME_OVER, NAMES, register
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask, is_bypass_mask
@@ -78,7 +78,7 @@ class PackedCall:
 
     Attributes:
         handle: the handle of the patch. It counts calls and warns.
-        proof, family: how to pack the model.
+        plan, family: how to pack the model.
         head: how its head runs, or None. For a "sequence" head, this is the forward of the base model.
         defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
         is_base: whether this is the forward of the base model.
@@ -90,11 +90,12 @@ class PackedCall:
         shares: whether the base model shares prefixes.
         scales_by_length: whether it has rotary embeddings that are scaled by the length of a sequence.
         has_head: whether this is the base model of a head that packs too.
-        watched: the classes of modules that the patch has changed. One that is put in later is not patched.
+        has_windows: whether its attention has windows or chunks of positions.
+        first_batches: a `check.first_batches.FirstBatches`, which compares calls with padded ones; None in the check.
     """
 
     handle: Handle
-    proof: Proof
+    plan: Plan
     family: Family
     head: Head | None
     defaults: dict[str, Any]
@@ -107,12 +108,13 @@ class PackedCall:
     shares: bool = False
     scales_by_length: bool = False
     has_head: bool = False
-    watched: frozenset[str] = frozenset()
+    has_windows: bool = False
+    first_batches: Any = None
 
     @property
     def pool(self) -> families.Pool | None:
         """How the pooled output is computed."""
-        return self.family.pool or (families.pool_first if self.proof.pool else None)
+        return self.family.pool or (families.pool_first if self.plan.pool else None)
 
     # Only `original` is compiled: the code around it is the same for all models, so it would soon have too many graphs.
     @inline_only
@@ -150,7 +152,8 @@ class PackedCall:
         add_rows_of_head(call.model, call.arguments)
         if (route := route_of(call, BEFORE_GRAPH)) is not None:
             return route
-        if self.handle.graphs is not None and call.compiler is not TRACING and not is_part_of_a_graph():
+        may_be_graph = self.handle.graphs is not None and call.compiler is not TRACING and not is_part_of_a_graph()
+        if may_be_graph and (self.first_batches is None or self.first_batches.is_settled(call)):
             return AsGraph(call)
         return self._packed_route(call)
 
@@ -181,7 +184,7 @@ class PackedCall:
     def keeps_apart(self, model: PreTrainedModel) -> bool:
         """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""
         is_ours = self.is_routed and attention_of(model.config) in NAMES
-        return is_ours and not self.needs_row and self.proof.extra is None
+        return is_ours and not self.needs_row
 
     @inline_only
     def run_row(self, model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -190,7 +193,7 @@ class PackedCall:
             if active_compiler() is None:
                 return run_shared(self.handle.prefixes, model, original, arguments)
             self.handle.prefixes.add(IS_COMPILED)
-        if self.proof.mask is None:
+        if self.plan.mask is None:
             if self.family.embed is not None and self.is_base:  # its embeddings would read the mask
                 return original(**{name: x for name, x in arguments.items() if name != "attention_mask"})
             return original(**arguments)

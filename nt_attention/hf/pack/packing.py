@@ -160,10 +160,25 @@ class Packing(Padding):
         """(T,) int64, the position of each token in its padded row, or in its sequence if rows have several."""
         return self.layout.position_ids if self.shares_rows else self.padded_positions
 
+    @property
+    def is_row_per_sequence(self) -> bool:
+        """Whether the sequences are the rows of the batch, in their order."""
+        return self.layout.batch_size == self.rows and not self.shares_rows
+
+    def tokens_of_row(self, row: int) -> range:
+        """The tokens of a row, if each row is a sequence."""
+        begin, end = self.layout.host[row : row + 2].tolist()
+        return range(begin, end)
+
+    def positions_of_row(self, row: int) -> Tensor:
+        """(n,), the positions of the tokens of a row, if each row is a sequence."""
+        tokens = self.tokens_of_row(row)
+        return self.padded_positions[tokens.start : tokens.stop]
+
     def first_tokens(self, packed: Tensor) -> Tensor:
         """The first token of each row, (1, T, …) → (B, …). It is 0 for a row without tokens."""
         layout = self.layout
-        if layout.batch_size == self.rows and layout.min_seqlen and not self.shares_rows:
+        if self.is_row_per_sequence and layout.min_seqlen:
             return packed[0].index_select(0, layout.safe_offsets[:-1])
         return self._nearest(packed, torch.zeros(1, dtype=torch.int64, device=packed.device)).squeeze(1)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,11 @@ class ModelCall:
         """The patched models in this one."""
         return () if self.base is self.model else (self.base,)
 
+    @property
+    def length(self) -> int:
+        """The length L of the padded rows; 0 if they are not known."""
+        return longest_of(self.arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+
     @functools.cached_property
     def packing(self) -> Packing | None:
         """The packing of the batch, or None; see `read_packing`. Syncs with the device once."""
@@ -86,6 +91,23 @@ class ModelCall:
         if self.entry.has_head:
             self.entry.handle.note(WITHOUT_HEAD)
 
+    @property
+    def packings(self) -> tuple[Any, ...]:
+        """The packing of the batch: of both sides, in an encoder-decoder."""
+        return (self.packing,)
+
+    def packing_of(self, name: str) -> Any:
+        """The packing that an argument or an output belongs to."""
+        return self.packing
+
+    def as_packed(self) -> Packed:
+        """The route of the packed call, which is not counted."""
+        packing: Any = self.packing
+        # No graph can do these, and layers may be compiled.
+        make_cached_tensors(self.model, packing.layout.device)
+        extend_tables(self.model, packing.length)
+        return Packed(self, packing) if self.entry.handle.mesh is None else Sharded(self, self.sharded)
+
     @functools.cached_property
     def sharded(self) -> ShardedPacking:
         """The packing, divided over the mesh."""
@@ -95,6 +117,11 @@ class ModelCall:
             check_same_batch(self.arguments, self.entry.handle.mesh)
             _checked[self.model] = weakref.ref(self.entry.handle)
         return divided
+
+
+def longest_of(tensors: Iterable[Any]) -> int:
+    """The largest second dimension of some tensors, or 0."""
+    return max((x.shape[1] for x in tensors if isinstance(x, Tensor) and x.dim() > 1), default=0)
 
 
 WITHOUT_HEAD = "ran the base model alone: what computes logits from its output computes padded positions too"
@@ -201,10 +228,7 @@ class Packed:
         packing: Any = call.packing
         call.tell_differences(packing)
         call.entry.handle.count(None, *packing.sizes)
-        # No graph can do these, and layers may be compiled.
-        make_cached_tensors(call.model, packing.layout.device)
-        extend_tables(call.model, packing.length)
-        return cls(call, packing) if call.entry.handle.mesh is None else Sharded(call, call.sharded)
+        return call.as_packed()
 
     @inline_only
     def run(self) -> Any:
@@ -306,16 +330,16 @@ class AsGraph:
         """
         call, graphs = self.call, self.call.entry.handle.graphs
         assert graphs is not None
-        is_compiled, holes = call.compiler is not None, call.entry.proof.holes
+        is_compiled = call.compiler is not None
         try:
-            if call.entry.proof.islands:
+            if call.entry.plan.padded:
                 raise NotCapturedError("modules that run padded need the lengths on the host")
-            if call.entry.proof.convolutions:
+            if call.entry.plan.convolutions:
                 raise NotCapturedError("its convolutions along the row are not supported there")
             arguments = {**call.arguments, "return_dict": True}
             head = call.entry.head
             out, sizes, padding = run_as_graph(
-                graphs, call.model, arguments, is_compiled, holes, head, self._returns_cache, self._run_packed
+                graphs, call.model, arguments, is_compiled, head, self._returns_cache, self._run_packed
             )
         except NotCapturedError as error:
             graphs.count(str(error))
@@ -353,13 +377,13 @@ _returns_cache: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakK
 
 def _pack_inputs(entry: Any, base: Any, packing: Packing, arguments: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of the original forward for the packed row (1, T). Changes `arguments`."""
-    layout, proof, family = packing.layout, entry.proof, entry.family
+    layout, plan, family = packing.layout, entry.plan, entry.family
     arguments.pop("attention_mask", None)
     if "position_ids" in arguments:
         ids = arguments["position_ids"]
         arguments["position_ids"] = packing.pack(ids) if ids.dim() == 2 else torch.stack([packing.pack(x) for x in ids])
     else:
-        arguments["position_ids"] = default_position_ids(proof, base, packing, arguments.get("input_ids"))
+        arguments["position_ids"] = default_position_ids(plan, base, packing, arguments.get("input_ids"))
     for key in families.TOKEN_INPUTS & arguments.keys():
         arguments[key] = packing.pack(arguments[key])
     if family.needs_token_types and "token_type_ids" not in arguments:
@@ -376,13 +400,9 @@ def _pack_inputs(entry: Any, base: Any, packing: Packing, arguments: dict[str, A
         for key in {"labels", "shift_labels"} & arguments.keys():
             arguments[key] = layout.fill_past_end(arguments[key].squeeze(0), -100).unsqueeze(0)
     arguments |= {"use_cache": False, "return_dict": True}
-    if proof.extra == "sliding_window":
-        arguments["sliding_window"] = base.config.sliding_window
-    if proof.mask is not None:
-        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, packing=packing)
+    if plan.mask is not None:
+        mask = PackedMask.of(layout, form=plan.mask, is_causal=plan.is_causal, packing=packing)
         return arguments | {"attention_mask": mask}
-    if proof.extra == "seq_idx":
-        arguments["seq_idx"] = layout.sequence_ids.int().unsqueeze(0)
     return arguments | {
         "attention_mask": bypass_mask(layout),
         "cu_seq_lens_q": layout.operator_offsets,

@@ -7,6 +7,7 @@ have a patched `forward`, because some callers do not call the head's `forward`:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +21,15 @@ from ...patching.forwards import (
     GRADIENTS_PER_SAMPLE,
     has_gradients_per_sample,
     is_context_parallel,
-    replacement_of,
 )
 from .. import families
 from ..route.attention import NAMES
 from ..transformers_private import ATTENTION, attention_of, has_other_loss
 from .inputs import has_axes, padding_id, points_at_padding
-from .replaced_modules import why_replaced
 from .routes import FallsBack, HeadFallsBack, ModelCall, SmallBatch, Unpatched
 from .sharded_packing import why_call_not_sharded
 from .shared_prefixes import may_share
-from .tensor_parallel import divides_tokens
+from .tensor_parallel import DIVIDES_TOKENS, divides_tokens
 
 NO_PADDING = "there is no padding to skip"
 NO_MASK = "it has no attention_mask, so all positions count as tokens"
@@ -56,34 +55,15 @@ def needs_samples(call: ModelCall) -> str | None:
     return GRADIENTS_PER_SAMPLE if has_gradients_per_sample(call.model) else None
 
 
-def was_replaced(call: ModelCall) -> str | None:
-    """The forward is not that of the class."""
-    return replacement_of(call.original, type(call.model))
-
-
-def base_was_replaced(call: ModelCall) -> str | None:
-    """The base model, which would get the packed row of the head, has another forward."""
-    return None if call.base is call.model else replacement_of(call.base.forward, type(call.base))
-
-
-def modules_were_replaced(call: ModelCall) -> str | None:
-    """A module that the patch has changed has gone, and another one of its class, which is not patched, has come."""
-    return why_replaced(call.base, call.entry.watched)
-
-
 def has_other_arguments(call: ModelCall) -> str | None:
     """An argument or the config asks for what a packed row can't give."""
-    return why_arguments_not_packed(call.arguments, call.model, call.entry.is_routed)
+    base = None if call.entry.head is None else call.base
+    return why_arguments_not_packed(call.arguments, call.model, call.entry.is_routed, base)
 
 
-def has_unproven_inputs(call: ModelCall) -> str | None:
-    """The proof has found other values for these inputs."""
-    proof = call.entry.proof
-    if "inputs_embeds" in call.arguments and not proof.embeds:
-        return "its inputs_embeds give other values in a packed row"
-    if "token_type_ids" in call.arguments and not proof.token_types:
-        return "its token_type_ids give other values in a packed row"
-    if proof.positions == "ids" and "position_ids" not in call.arguments and padding_id(call.base) is None:
+def has_no_padding_id(call: ModelCall) -> str | None:
+    """Its positions are counted by an id that is not known."""
+    if call.entry.plan.positions == "ids" and "position_ids" not in call.arguments and padding_id(call.base) is None:
         return "its positions depend on pad_token_id, which its config has not set"
     return None
 
@@ -93,6 +73,8 @@ def head_needs_rows(call: ModelCall) -> str | None:
     if call.entry.head is None:
         return None
     model, arguments = call.model, call.arguments
+    if unknown := arguments.keys() - families.INPUTS:
+        return _NOT_KNOWN.format(unknown.pop())
     labels = arguments.get("labels", arguments.get("shift_labels"))
     if has_other_loss(model) or (labels is not None and not _has_usual_loss(model)):
         return "its loss_function was replaced, and may need padded rows"
@@ -113,11 +95,9 @@ def has_holes(call: ModelCall) -> str | None:
     """A row has padding between its tokens."""
     if call.packing is None or not call.packing.has_holes:
         return None
-    if not call.entry.proof.holes:
-        return "its rows have padding between tokens, which changes its values (windows do)"
     if call.entry.head == "next token" and "labels" in call.arguments:
         return "its rows have padding between tokens, and labels are shifted over it"
-    return None
+    return "its rows have padding between tokens, which its windows count" if call.entry.has_windows else None
 
 
 def has_no_padding(call: ModelCall) -> str | None:
@@ -148,15 +128,18 @@ def answers_at_padding(call: ModelCall) -> str | None:
     return "its start_positions or end_positions point at padding, which has no logits"
 
 
+def differs_from_padded(call: ModelCall) -> str | None:
+    """The first batch of its kind was compared, and gave other values packed than padded."""
+    first = call.entry.first_batches
+    return None if first is None else first.why_padded(call)
+
+
 # The rules before a call is tried as a CUDA graph, which has rules of its own, and those after it.
 BEFORE_GRAPH: tuple[Rule, ...] = (
     (is_divided_by_context_parallel, FallsBack),
     (needs_samples, FallsBack),
-    (was_replaced, HeadFallsBack),
-    (base_was_replaced, FallsBack),
-    (modules_were_replaced, FallsBack),
     (has_other_arguments, FallsBack),
-    (has_unproven_inputs, FallsBack),
+    (has_no_padding_id, FallsBack),
     (head_needs_rows, HeadFallsBack),
 )
 AFTER_GRAPH: tuple[Rule, ...] = (
@@ -165,6 +148,7 @@ AFTER_GRAPH: tuple[Rule, ...] = (
     (has_no_padding, Unpatched),
     (is_not_sharded, FallsBack),
     (answers_at_padding, FallsBack),
+    (differs_from_padded, FallsBack),
 )
 
 # Argument → why a call with it falls back to the padded forward.
@@ -175,10 +159,16 @@ _NOT_PACKED = {
     "output_router_logits": "it asks for router logits, whose loss needs the padded mask",
     "encoder_hidden_states": "it has encoder_hidden_states for cross-attention",
 }
+_NOT_KNOWN = "its argument {!r} is not known, and may depend on padded rows"
 
 
-def why_arguments_not_packed(arguments: dict[str, Any], model: PreTrainedModel, is_routed: bool) -> str | None:
-    """Why a call with these arguments can't be packed, or None."""
+def why_arguments_not_packed(
+    arguments: dict[str, Any], model: PreTrainedModel, is_routed: bool, base: Any = None
+) -> str | None:
+    """Why a call with these arguments can't be packed, or None.
+
+    An argument that is not known may be one of the head, if `base` is passed and its class does not name it.
+    """
     config = model.config
     of_config = vars(config)  # the __getattribute__ of a config is a Python function, which takes µs
     is_ours = of_config.get(ATTENTION) in NAMES
@@ -191,8 +181,8 @@ def why_arguments_not_packed(arguments: dict[str, Any], model: PreTrainedModel, 
     for name, x in arguments.items():
         if name in _NOT_PACKED and x is not False:  # not its truth value: an empty cache is falsy
             return _NOT_PACKED[name]
-        if name not in families.INPUTS:
-            return f"its argument {name!r} is not known, and may depend on padded rows"
+        if name not in families.INPUTS and (base is None or name in inspect.signature(type(base).forward).parameters):
+            return _NOT_KNOWN.format(name)
     mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its attention_mask is not (batch, length)"
@@ -201,7 +191,7 @@ def why_arguments_not_packed(arguments: dict[str, Any], model: PreTrainedModel, 
     if is_routed and not is_ours:
         return f"its attention was set to {attention_of(config)!r} after the patch"
     if divides_tokens(model):
-        return "its parallel styles divide the tokens of a row over ranks, and a packed row may not divide evenly"
+        return DIVIDES_TOKENS
     return None
 
 

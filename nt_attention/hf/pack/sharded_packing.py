@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ...compiler import outside_of_graphs
 from .. import families
-from ..proof import Head, Proof
+from ..plan import Head, Plan
 from ..route.packed_mask import bypass_mask
 from .packing import Packing
 
@@ -38,11 +38,11 @@ _NOT_SUPPORTED = {
 }
 
 
-def why_not_sharded(proof: Proof, needs_row: bool, is_routed: bool) -> str | None:
+def why_not_sharded(plan: Plan, needs_row: bool, is_routed: bool) -> str | None:
     """Why the tokens of a model can't be divided over ranks, or None. The arguments are those of `PackedCall`."""
-    if proof.mask is not None or not is_routed:
+    if plan.mask is not None or not is_routed:
         return "its own attention code needs all tokens of a sequence on one rank"
-    if proof.extra == "seq_idx" or proof.mixers:
+    if plan.mixing:
         return "it keeps a state along the row"
     if needs_row:
         return "it counts positions along the row, or scales them by the length of sequences"

@@ -1,8 +1,8 @@
 """Runs the base model of a causal model on a tree: each prefix that rows of the batch share, once.
 
-Everything in a proven base model but its attention computes each token by itself, and its attention takes a
+Everything in a checked base model but its attention computes each token by itself, and its attention takes a
 `TreeLayout`. So the packed row of the base model becomes the rows of the tree, and its outputs are expanded again.
-Modules that keep a state along the row run all tokens (`islands.py`).
+Modules that keep a state along the row run all tokens (`padded_modules.py`).
 Heads and losses get what they get without sharing.
 
 Dimensions: T tokens of the packed row, R rows of the tree, E the width of hidden states.
@@ -27,7 +27,7 @@ from ...layouts.tree import TreeLayout
 from ...patching.handle import PrefixCounts
 from ...torch_private import has_compiled_call, inside_compiled, is_transformed
 from .. import families
-from ..proof import Proof
+from ..plan import Plan
 from ..route.packed_mask import bypass_mask
 from ..route.packed_row import PackedRow, counts_positions, running, why_no_row
 from ..route.rope import scales_by_length
@@ -46,14 +46,14 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 _OUTPUTS = {"last_hidden_state", "hidden_states"}
 
 
-def why_not_shared(model: PreTrainedModel, proof: Proof, attentions: Collection[nn.Module]) -> str | None:
+def why_not_shared(model: PreTrainedModel, plan: Plan, attentions: Collection[nn.Module]) -> str | None:
     """Why no batch of a model can share prefixes, or None. `attentions`: its attention modules."""
     if not attentions or not all(getattr(module, "is_causal", False) is True for module in attentions):
         return "its attention modules are not causal, or have no is_causal that says so"
-    if proof.mask is not None or not families.routes_attention(model):
+    if plan.mask is not None or not families.routes_attention(model):
         return "its attention does not run through transformers' interface"
     needs_row = any(counts_positions(x) or scales_by_length(x) for x in model.modules())
-    if proof.extra is not None or families.family_of(model).embed is not None or needs_row:
+    if families.family_of(model).embed is not None or needs_row:
         return "its embeddings, positions or states depend on the other tokens of a sequence"
     return None
 
@@ -100,9 +100,9 @@ def run_shared(counts: PrefixCounts, base: nn.Module, original: Callable[..., An
         # Watching slows down every function of torch. Later calls only compare the states of generators.
         with nullcontext() if kind in without_random else random:
             out = _run_on_tree(tree, original, arguments)
-        reason = _IS_RANDOM if random.are_new else _KEEPS if stored.are_new else None
+        reason = _IS_RANDOM if random.are_for_tokens else _KEEPS if stored.are_new else None
         if reason is None:
-            if not random.has_single:
+            if not random.made:
                 without_random.add(kind)
             counts.add(None, int(arguments["input_ids"].shape[1]), tree.total)
             return out

@@ -13,29 +13,31 @@ from torch.overrides import TorchFunctionMode
 
 from ...torch_private import buffers_of
 
+# Functions that make random numbers, but for dropout of elements.
 RANDOM_FUNCTIONS = re.compile(
     "rand|randn|randint|(rand|randn|randint)_like|randperm|normal|(uniform|normal|log_normal|exponential|geometric"
-    "|cauchy|random)_|bernoulli_?|multinomial|poisson|binomial"
+    "|cauchy|random)_|bernoulli_?|multinomial|poisson|binomial|dropout[123]d|feature_alpha_dropout|gumbel_softmax|rrelu"
 )
 
 _OF_TORCH = vars(nn.Module()).keys()
 
 
 class RandomNumbers(TorchFunctionMode):
-    """A context that notices random numbers for tokens, also if the state of the generator is reset after them.
-
-    A single number is none of tokens: it is the same for all rows of a packed batch. PEFT's LoHa and LoKr make one to
-    decide whether an adapter runs.
+    """A context that notices random numbers, also if the state of the generator is reset after them.
 
     Args:
         device: that of the model.
+
+    Attributes:
+        made: the names of `RANDOM_FUNCTIONS` that made some, and the shapes of these.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.made: list[tuple[str, tuple[int, ...]]] = []
         self._device = device
         self._before = self._expected = self._states()
-        self._are_new = False
+        self._are_for_tokens = False
 
     def _states(self) -> list[Tensor]:
         """The states of the generators, which are on the host."""
@@ -43,14 +45,21 @@ class RandomNumbers(TorchFunctionMode):
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
     @property
-    def are_new(self) -> bool:
-        """Whether the call made some for tokens, by `RANDOM_FUNCTIONS` or by other functions, such as dropout."""
-        return self._are_new or not all(map(torch.equal, self._expected, self._states()))
+    def are_for_tokens(self) -> bool:
+        """Whether some were for tokens, by `RANDOM_FUNCTIONS` or by other functions, such as dropout.
 
-    @property
-    def has_single(self) -> bool:
-        """Whether the call made a single number."""
-        return self._expected is not self._before
+        A single number is none of tokens: it is the same for all rows of a packed batch. PEFT's LoHa and LoKr make one
+        to decide whether an adapter runs.
+        """
+        return self._are_for_tokens or not all(map(torch.equal, self._expected, self._states()))
+
+    def by_row(self, rows: int, length: int) -> str | None:
+        """A function that has made some for each row of a padded batch, and not for each token, or None."""
+        for name, shape in self.made:
+            of_tokens = shape[:2] in ((rows, length), (length, rows)) or shape[:1] == (rows * length,)
+            if len(shape) and shape[0] == rows and not of_tokens:
+                return name
+        return None
 
     def restore(self) -> None:
         """Set the generators back to their states before."""
@@ -59,14 +68,42 @@ class RandomNumbers(TorchFunctionMode):
             torch.cuda.set_rng_state(self._before[1], self._device)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not RANDOM_FUNCTIONS.fullmatch(getattr(function, "__name__", "")):
-            return function(*args, **(kwargs or {}))
-        self._are_new = self.are_new
-        out = function(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.numel() == 1 and out.is_floating_point():
-            self._expected = self._states()
-        else:
-            self._are_new = True
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if not RANDOM_FUNCTIONS.fullmatch(name):
+            return function(*args, **kwargs)
+        self._are_for_tokens, before = self.are_for_tokens, self._states()
+        out = function(*args, **kwargs)
+        self._expected = self._states()
+        if kwargs.get("generator") is None and all(map(torch.equal, before, self._expected)):
+            return out  # in evaluation mode, `dropout2d` makes none
+        is_tensor = isinstance(out, Tensor)
+        self.made.append((name.strip("_"), tuple(out.shape) if is_tensor else ()))
+        self._are_for_tokens |= not (is_tensor and out.numel() == 1 and out.is_floating_point())
+        return out
+
+
+_SEVERAL = 8  # numbers, of which the largest is taken: one may be in the middle, and the size of noise is not seen
+
+
+class ConstantNumbers(TorchFunctionMode):
+    """A context in which each call for random numbers of a distribution gives one number in all elements.
+
+    It is the same for the same distribution, whatever the shape is. So noise whose size depends on the length of a row,
+    as that of NEFTune, still differs between a packed row and padded ones, and noise for each token does not.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        out = function(*args, **kwargs)
+        if not RANDOM_FUNCTIONS.fullmatch(name) or not isinstance(out, Tensor) or not out.is_floating_point():
+            return out
+        torch.manual_seed(0)
+        if name in ("rand", "randn"):
+            return out.fill_(function(_SEVERAL, dtype=out.dtype, device=out.device).amax())
+        is_in_place = name.endswith("_") and not any(isinstance(x, Tensor) for x in args[1:])
+        if is_in_place or name in ("rand_like", "randn_like"):
+            options = {key: x for key, x in kwargs.items() if key != "input"}
+            return out.fill_(function(out.new_empty(_SEVERAL), *args[1:], **options).amax())
         return out
 
 

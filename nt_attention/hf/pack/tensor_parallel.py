@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from ...patching.forwards import STYLES_OF_TRANSFORMERS, variables_around
 from ...torch_private import forward_hooks_of, pytree
 
+DIVIDES_TOKENS = "its parallel styles divide the tokens of a row over ranks, and a packed row may not divide evenly"
+
 # Model → the number of hooks that were registered in the process, and whether styles divide tokens.
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
 

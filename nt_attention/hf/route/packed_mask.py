@@ -21,7 +21,7 @@ from ...functional import varlen_attention
 from ...layouts.protocol import Layout
 from ...layouts.reading import creating_cached_tensors
 from ...torch_private import make_wrapper, without_torch_function
-from ..proof import Form
+from ..plan import Form
 from .dropout import rate_of
 
 

@@ -177,8 +177,8 @@ NOT_SUPPORTED = frozenset({"glm_moe_dsa"})
 def refuse_unused(model: Any, name: Any) -> None:
     """Refuse our attention for a class of transformers that would not run it, and would mix the sequences of a row.
 
-    Classes without any attention have no guard but that of flash attention, so only that name is refused, and not for
-    parts of a model that take no text, such as convolutions over images. `patch` sets the other names.
+    transformers refuses names of flash attention only. Parts of a model that take no text, such as convolutions over
+    images, are left as they are.
 
     Raises:
         ValueError: its layers ask for no attention implementation, or it runs only other ones for flash attention.
@@ -187,8 +187,8 @@ def refuse_unused(model: Any, name: Any) -> None:
         return
     cls: Any = families.class_of(model)
     is_flash = "flash" in name
-    may_be_set = can_set_attention(cls) and not (is_flash and cls.main_input_name == "input_ids")
-    is_run = (may_be_set or asks_for_attention(cls)) and not (is_flash and model.config.model_type == "longt5")
+    is_run = asks_for_attention(cls) or (can_set_attention(cls) and cls.main_input_name != "input_ids")
+    is_run = is_run and not (is_flash and model.config.model_type == "longt5")
     if cls.__module__.startswith("transformers.") and not is_run:  # LongT5 runs it in its decoder only
         raise ValueError(
             f"{cls.__name__} does not run an attention implementation by name, so {name!r} would do nothing, and rows "

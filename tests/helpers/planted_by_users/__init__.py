@@ -59,7 +59,7 @@ class Planted:
     """A model's class and config, and a padded batch that meets its condition.
 
     `trained` sets what training would have set. `ids` puts tokens into a batch: ids[row, position] = id. Other ids
-    are below `most`. `seen_by_hand` is False where a row that is packed by hand cannot show what differs.
+    are below `most`.
     """
 
     cls: type
@@ -72,8 +72,6 @@ class Planted:
     dtype: torch.dtype = torch.float32
     most: int = 190
     token_types: bool = False
-    seen_by_hand: bool = True
-    raises_by_hand: bool = False
 
     @property
     def tolerance(self):
@@ -137,15 +135,11 @@ COMMON = tuple((row, position, 77) for row in range(4) for position in (0, 2, 3)
 WRONG = {
     # rows longer than every row of the batch
     "late_window": Planted(layers.LateWindowQwen, qwen2, {}, LONG),
-    "summary": Planted(layers.SummaryT5, t5, {"summarize_after": 48}, (30, 25, 9), labels="target", seen_by_hand=False),
+    "summary": Planted(layers.SummaryT5, t5, {"summarize_after": 48}, (30, 25, 9), labels="target"),
     "chapters": Planted(embeddings.ChapterLlama, llama, {**THIN, "chapter_tokens": 1500}, (800, 790)),
     "dynamic_rotary": Planted(layers.DynamicRotaryLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG),
-    "truncated": Planted(
-        forwards.TruncatedBert, bert, {"max_position_embeddings": 512}, TOGETHER_LONG, "token", raises_by_hand=True
-    ),
-    "strict": Planted(
-        forwards.StrictLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG, raises_by_hand=True
-    ),
+    "truncated": Planted(forwards.TruncatedBert, bert, {"max_position_embeddings": 512}, TOGETHER_LONG, "token"),
+    "strict": Planted(forwards.StrictLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG),
     # token ids, token types and positions
     "sorted": Planted(embeddings.SortedLlama, llama, BIG_LLAMA, most=30_000),
     "repetition": Planted(
@@ -172,7 +166,7 @@ WRONG = {
     "token_shift": Planted(layers.TokenShiftLlama, llama, {**THIN, "num_hidden_layers": 20, "shift_layers": [17]}),
     "channel_roll": Planted(layers.ChannelRollLlama, llama, {"experiment_mask": 3 << 20}),
     "remaining": Planted(forwards.RemainingLlama, llama, {"countdown": 16}),
-    "soft_prompt": Planted(forwards.SoftPromptLlama, llama, {"num_virtual_tokens": 5}, seen_by_hand=False),
+    "soft_prompt": Planted(forwards.SoftPromptLlama, llama, {"num_virtual_tokens": 5}),
     "wide": Planted(layers.WideLlama, llama, {"hidden_size": 768, "num_hidden_layers": 1, "num_attention_heads": 12}),
     "nested_field": Planted(layers.NestedFieldQwen, qwen2, {"mixer": {"kind": "shift", "by": 1, "share": 0.5}}),
     # the number of rows
@@ -229,13 +223,13 @@ RIGHT = {
         ids=((0, 5, 30_510), (2, 1, 30_520)),
         most=30_000,
     ),
-    "gated_head": Planted(right.GatedHeadT5, t5, {"tie_word_embeddings": False}, labels="target", seen_by_hand=False),
+    "gated_head": Planted(right.GatedHeadT5, t5, {"tie_word_embeddings": False}, labels="target"),
     "softcap": Planted(right.SoftcapQwen, qwen2, {"final_softcap": 30.0, "z_loss": 1e-2}),
     "chatty": Planted(right.ChattyLlama, llama, {}, LONG),
     "half": Planted(right.TemperatureQwen, qwen2, {}, dtype=torch.bfloat16),
     "temperature": Planted(right.TemperatureQwen, qwen2, {}),
     "counted_positions": Planted(right.CountedPositionsLlama, llama, {}),
-    "mean_pooled": Planted(right.MeanPooledBert, bert, {}, labels="row", seen_by_hand=False),
+    "mean_pooled": Planted(right.MeanPooledBert, bert, {}, labels="row"),
     "zero_adapter": Planted(right.ZeroAdapterGPT2, gpt2, {}, trained=set_parts("adapter.2.weight", torch.randn_like)),
     "few_positions": Planted(right.ZeroAdapterGPT2, gpt2, {"n_positions": 40}),
     "few_bert_positions": Planted(

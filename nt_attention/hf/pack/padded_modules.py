@@ -1,4 +1,4 @@
-"""Padded islands: modules that mix the tokens of a row, such as states, run on padded rows.
+"""Modules that mix the tokens of a row, such as those with states, run on padded rows.
 
 Everything else of the model stays packed. A module that only looks back along the row gives the same for each sequence
 in a row that is padded at its end.
@@ -23,7 +23,7 @@ from ...layouts.reading import on_host, to_device
 from ...layouts.tree import TreeLayout
 from ...patching.forwards import Handle, override_forward
 from ...torch_private import backward_id, is_transformed, pytree
-from ..proof import Proof
+from ..plan import Plan
 from ..route.packed_mask import PackedMask
 from ..route.packed_row import PackedRow, current_row, running, runs_padded
 from .convolutions import convolving, keep_apart
@@ -58,7 +58,7 @@ class Groups(NamedTuple):
     @classmethod
     def of(cls, layout: Layout, grouping: Grouping) -> Groups:
         """The groups of a layout, cached with it."""
-        return layout.cached(("islands", grouping), lambda: _groups_of(layout, grouping))
+        return layout.cached(("padded modules", grouping), lambda: _groups_of(layout, grouping))
 
 
 def _groups_of(layout: Layout, grouping: Grouping) -> Groups:
@@ -110,33 +110,24 @@ def equal_lengths(lengths: Ints, most: int = 0) -> list[Ints]:
 
 
 def one_group(lengths: Ints, most: int = 1) -> list[Ints]:
-    """All sequences but empty ones as one group, with as much padding as there can be: for proofs."""
+    """All sequences but empty ones as one group, with as much padding as there can be: for the check."""
     return [np.flatnonzero(lengths)] if lengths.any() else []
 
 
-def two_groups(lengths: Ints, most: int = 2) -> list[Ints]:
-    """The sequences in two groups of different padded lengths, as far as there are any: for proofs of encoders.
+def add_padded_modules(base: nn.Module, plan: Plan, handle: Handle, grouping: Grouping) -> bool:
+    """Let the modules run padded, and convolutions with zeros between sequences, that the plan names.
 
-    Both have padding. A module that depends on the padded length gives something else in one of them.
-    """
-    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-    return [group for group in (order[: len(order) // 2], order[len(order) // 2 :]) if len(group)]
-
-
-def add_islands(base: nn.Module, proof: Proof, handle: Handle, grouping: Grouping) -> bool:
-    """Let the modules run padded, and convolutions with zeros between sequences, that the proof names.
-
-    `grouping` says which sequences run together, unless the proof says `equal_lengths`.
+    `grouping` says which sequences run together, unless the plan says `equal_lengths`.
 
     Returns:
         Whether there are any.
     """
-    grouping = equal_lengths if proof.equal_lengths else grouping
-    paths = paths_of(base, proof.mixers)
+    grouping = equal_lengths if plan.equal_lengths else grouping
+    paths = paths_of(base, plan.mixing)
     for path in paths:
         module = base.get_submodule(path)
-        if type(module).__name__ in proof.islands:
-            override_forward(module, functools.partial(run_island, grouping), handle)
+        if type(module).__name__ in plan.padded:
+            override_forward(module, functools.partial(run_padded, grouping), handle)
         else:
             keep_apart(module)
             override_forward(module, run_convolution, handle)
@@ -191,7 +182,7 @@ class _WithRow:
 
 
 def run_layer(module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The `forward` of a layer with islands."""
+    """The `forward` of a layer with modules that run padded."""
     hidden, row = _first_tensor((*args, *kwargs.values())), current_row()
     checkpoint = vars(module).get(_CHECKPOINT)
     if checkpoint is not None and not isinstance(checkpoint, _WithRow):
@@ -233,7 +224,7 @@ def _kept_row(hidden: Tensor) -> PackedRow | None:
 
 
 def _keep_row(hidden: Tensor, row: PackedRow | None) -> None:
-    """Let the storage of hidden states keep the row, for a checkpoint around an island alone.
+    """Let the storage of hidden states keep the row, for a checkpoint around such a module alone.
 
     If calls with different rows have the same hidden states, it keeps none.
     """
@@ -242,7 +233,7 @@ def _keep_row(hidden: Tensor, row: PackedRow | None) -> None:
 
 
 def _row_of(module: nn.Module, hidden: Tensor | None) -> PackedRow | None:
-    """The row that an island runs in. None if the batch is padded.
+    """The row that such a module runs in. None if the batch is padded.
 
     Raises:
         RuntimeError: it is computed again in the backward, and nothing says which sequences the row has.
@@ -264,7 +255,7 @@ def _row_of(module: nn.Module, hidden: Tensor | None) -> PackedRow | None:
 
 
 @outside_of_graphs
-def run_island(
+def run_padded(
     grouping: Grouping, module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """The `forward` of a module that runs padded, in a packed row."""
@@ -322,7 +313,7 @@ def _rows_of(x: Tensor, tree: TreeLayout | None) -> _Rows:
 
 
 def _of_group(x: Any, padded: Tensor, window: int | None) -> Any:
-    """The argument of an island for a group of sequences."""
+    """The argument of a module for a group of sequences."""
     if isinstance(x, _Rows):
         return x.values[padded]
     return _mask_of_group(x, padded, window) if isinstance(x, PackedMask) else x

@@ -1,0 +1,1 @@
+"""Whether and how a Hugging Face model can be packed, asked of the model itself."""

@@ -1,0 +1,428 @@
+"""Compares the first packed calls of a model with padded ones: on the user's batches, by a few of their rows.
+
+A call is compared if none of its kind was (its mode, arguments, head and dtype), and again if its rows, or the packed
+row, are twice as long as any that were compared. The batch runs packed once more, without gradients and dropout. The
+shortest row, the longest and one between run padded, and each of them alone. How much these two differ is the rounding
+of this model on this device, by which the packed run is judged.
+
+Dimensions: B rows of a padded batch, L positions in a row, T tokens, n tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compiler import TRACING
+from ...patching.handle import CheckMode
+from ...torch_private import backward_id, children_of, forward_hooks_of, is_replica, is_transformed
+from .. import families
+from ..pack.outputs import UnknownOutputError
+from ..pack.padded_on_read import PaddedOnRead
+from ..pack.routes import ModelCall, Unpatched
+from ..pack.side_effects import ConstantNumbers
+from ..route.attention import OtherLengthError
+from ..route.dropout import without_dropout
+from .errors import is_near_loss, relative_error
+from .find import first_cause, first_line, of_cause
+from .later import are_sharded
+from .rows import unchanged, watching
+
+LONGEST_ROW = 4096  # positions, of rows that run padded
+FEWEST_TOKENS = 8  # of the shortest row, if another one has as many
+SHARE = 64  # of the calls of a class that is not of transformers, one in so many is compared again
+# Relative errors that are rounding whatever was measured, by the dtype in which a model computes.
+_FLOOR = {torch.float64: 1e-5, torch.float32: 4e-4}
+_FLOOR_OF_HALF = 3e-2
+_FACTOR = 6
+# More than this is not rounding. An 8-billion model with random weights in bfloat16 has 5 % (H200).
+_MOST_ROUNDING, _MOST_ROUNDING_OF_HALF = 0.05, 0.2
+# Calls with these arguments only are the usual ones. If they differ, no call of the model packs.
+_USUAL = {"input_ids", "attention_mask", "labels", "shift_labels", "use_cache", "return_dict", "num_items_in_batch"}
+_OUTPUTS = families.TOKEN_OUTPUTS - {"hidden_states"}
+
+
+class Structure:
+    """The modules of a model, their hooks and their own `forward`, which may be changed after the check."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._children = [children_of(module) for module in modules]
+        self._hooks = [table for module in modules for table in forward_hooks_of(module)]
+        self._attributes = [vars(module) for module in modules]
+        self._seen: list[Any] = [self._read()]
+        self._state, self._last = 0, self._seen[0]
+
+    def _read(self) -> Any:
+        children = [*map(tuple, map(dict.values, self._children))]
+        return children, [*map(len, self._hooks)], [table.get("forward") for table in self._attributes]
+
+    @property
+    def state(self) -> int:
+        """The number of the state in which the modules are now: the same for the same state."""
+        now = self._read()
+        if now != self._last:
+            if now not in self._seen:
+                self._seen.append(now)
+            self._state, self._last = self._seen.index(now), now
+        return self._state
+
+
+@dataclass
+class _Compared:
+    """What was compared of a model.
+
+    Attributes:
+        structure: the modules of the model.
+        sizes: kind of call → the length of the longest rows that were compared, and the most tokens of a packed row.
+        wrong: kind of call → why such calls run padded. A kind that is a number is that of all calls in this state.
+        calls: the number of calls.
+    """
+
+    structure: Structure
+    sizes: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
+    wrong: dict[Hashable, str] = field(default_factory=dict)
+    calls: int = 0
+
+
+# Patched models → what was compared of them. A copy of a model may be changed, so it is compared again.
+_of_model: weakref.WeakKeyDictionary[nn.Module, _Compared] = weakref.WeakKeyDictionary()
+
+
+def _compared(model: nn.Module) -> _Compared:
+    if model not in _of_model:
+        _of_model[model] = _Compared(Structure(model))
+    return _of_model[model]
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """What compares the calls of a patched model.
+
+    Attributes:
+        mode: which calls are compared.
+        is_foreign: whether a class in it is of a package whose modules are not known.
+        scales_by_length: whether it has rotary embeddings that are scaled by the length of a sequence. The padded run
+            scales them by that of the longest row, and they keep what they were scaled by.
+    """
+
+    mode: CheckMode = "first"
+    is_foreign: bool = False
+    scales_by_length: bool = False
+
+    def is_settled(self, call: ModelCall) -> bool:
+        """Whether a call packs and need not be compared. Reads no tensor."""
+        if self.mode == "never":
+            return True
+        compared = _compared(call.model)
+        kind = _kind_of(call, compared)
+        return kind not in compared.wrong and kind[0] not in compared.wrong and not self._is_due(kind, call, compared)
+
+    def why_padded(self, call: ModelCall) -> str | None:
+        """Why a call that could run packed runs padded, or None. Compares it if it is due."""
+        if self.mode == "never" or call.compiler is TRACING:
+            return None
+        compared = _compared(call.model)
+        kind = _kind_of(call, compared)
+        if any(packing.has_holes for packing in call.packings):
+            kind = (*kind, "with padding between tokens")
+        if reason := compared.wrong.get(kind, compared.wrong.get(kind[0])):
+            return reason
+        compared.calls += 1
+        total = sum(packing.layout.total for packing in call.packings)
+        if not self._is_due(kind, call, compared, total) or not (rows := _rows_to_compare(call)):
+            return None
+        with comparing() as is_free:
+            if not is_free:
+                return None
+            longest, most = compared.sizes.get(kind, (0, 0))
+            compared.sizes[kind] = max(longest, call.length), max(most, total)
+            comparison = _Comparison(call, rows)
+            reason = comparison.why_different()
+        if reason is None:
+            call.entry.handle.counts.compare(comparison.largest)
+            return None
+        reason = f"its first batch gave other values packed than padded: {reason}"
+        is_usual = call.arguments.keys() <= _USUAL and len(kind) == _LENGTH_OF_KIND
+        compared.wrong[kind[0] if is_usual else kind] = reason
+        return reason
+
+    def _is_due(self, kind: Hashable, call: ModelCall, compared: _Compared, total: int = 0) -> bool:
+        longest, most = compared.sizes.get(kind, (0, 0))
+        is_new = call.length >= 2 * longest or total >= 2 * most
+        is_again = self.mode == "always" or (self.is_foreign and compared.calls % SHARE == 0)
+        if not (is_new or is_again) or families.ROW_INPUTS & call.arguments.keys() or self.scales_by_length:
+            return False
+        is_observed = is_transformed() or backward_id() != -1 or is_replica(call.model)
+        # Ranks of a mesh, and those that gather parameters, must run the same calls whatever their batches are.
+        return not is_observed and call.entry.handle.mesh is None and not are_sharded(call.model)
+
+
+_LENGTH_OF_KIND = 5
+
+
+def _kind_of(call: ModelCall, compared: _Compared) -> tuple[Hashable, ...]:
+    """What calls have in common of which one is compared. Its first item is the state of the modules."""
+    state, model = compared.structure.state, call.model
+    return state, call.entry.head, model.training, frozenset(call.arguments), dtype_of(model)
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def comparing() -> Iterator[bool]:
+    """A context in which compiled parts run eagerly. It gives False if another thread compares a call."""
+    if not _lock.acquire(blocking=False):
+        yield False
+        return
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield True
+    finally:
+        _lock.release()
+
+
+def _rows_to_compare(call: ModelCall) -> list[int]:
+    packings = call.packings
+    if not packings or "encoder_outputs" in call.arguments or not all(x.is_row_per_sequence for x in packings):
+        return []
+    of_sides = [[len(x.tokens_of_row(row)) for row in range(x.rows)] for x in packings]
+    return choose_rows([min(lengths) and max(lengths) for lengths in zip(*of_sides, strict=True)])
+
+
+def choose_rows(lengths: Sequence[int], longest: int = LONGEST_ROW) -> list[int]:
+    """The longest row that is not too long, the shortest and one between. The longest is first."""
+    order = sorted((n, row) for row, n in enumerate(lengths) if 0 < n <= longest)
+    if not order:
+        return []
+    enough = next((at for at, (n, _) in enumerate(order) if n >= FEWEST_TOKENS), len(order) - 1)
+    chosen = {order[-1][1], order[enough][1], order[(enough + len(order) - 1) // 2][1]}
+    return sorted(chosen, key=lambda row: -lengths[row])
+
+
+def pick(call: ModelCall, rows: list[int], alone: bool = False) -> dict[str, Any]:
+    """The arguments of a call for some rows; for one row `alone`, from its first token to its last."""
+    found = {}
+    for name, x in call.arguments.items():
+        found[name] = x
+        packing = call.packing_of(name)
+        size = packing.rows, packing.length
+        if not isinstance(x, Tensor) or not x.dim():
+            continue
+        axis = 1 if name == "position_ids" and x.dim() == 3 else 0  # (axes, B, L)
+        if x.shape[axis] == size[0] and (size[0] > 1 or x.dim() > 1):
+            x = x.index_select(axis, torch.tensor(rows, device=x.device))
+        if alone and x.dim() > axis + 1 and x.shape[axis + 1] == size[1]:
+            positions = packing.positions_of_row(rows[0])
+            x = x.narrow(axis + 1, int(positions[0]), int(positions[-1] - positions[0]) + 1)
+        found[name] = x.clone()  # some losses change positions in place
+    return found
+
+
+class _Comparison:
+    """The comparison of a call, by some of its rows.
+
+    Attributes:
+        largest: the largest relative difference, of rows that are the same.
+        rounding: that between padded rows and each of them alone.
+        suspicious: outputs and rows in which a token differs by more than rounding explains in most models.
+    """
+
+    def __init__(self, call: ModelCall, rows: list[int]) -> None:
+        self.call, self.rows, self.largest, self.rounding = call, rows, 0.0, 0.0
+        self.suspicious: list[tuple[str, int]] = []
+
+    def why_different(self) -> str | None:
+        """What differs, and in which module, or None."""
+        prefixes = self.call.entry.handle.prefixes
+        uncounted = nullcontext() if prefixes is None else prefixes.paused()
+        with unchanged(self.call.model), without_dropout(), ConstantNumbers(), uncounted:
+            try:
+                got = self._packed(self.call)
+            except (UnknownOutputError, OtherLengthError):  # the call itself falls back
+                return None
+            except Exception as error:  # the code of any model
+                return f"it raises {first_line(error)}"
+            try:
+                padded = self._padded(self.rows)
+                alone = [self._padded([row], alone=True) for row in self.rows]
+            except Exception:  # as with ids at padding that the model does not have
+                return None
+            for name in sorted(_OUTPUTS & got.keys() & padded.keys()):
+                if isinstance(got[name], Tensor) and (reason := self._compare(name, got, padded, alone)):
+                    return reason
+            return self._compare_pooled(got, padded) or self._compare_neighbors(got) or self._compare_losses(padded)
+
+    def _packed(self, call: ModelCall) -> Any:
+        """What the packed call gives."""
+        call = replace(call, arguments={**call.arguments, "return_dict": True})
+        return call.as_packed().run()
+
+    def _padded(self, rows: list[int], alone: bool = False) -> Any:
+        """What the original forward gives for some rows: padded, or one row without padding."""
+        arguments = {**pick(self.call, rows, alone), "return_dict": True}
+        return Unpatched(replace(self.call, args=(), kwargs=arguments, arguments=arguments)).run()
+
+    def _compare(self, name: str, got: Any, padded: Any, alone: list[Any]) -> str | None:
+        """Compare an output at the tokens of each row."""
+        rounding, errors = [], []
+        packing = self.call.packing_of(name)
+        for at, row in enumerate(self.rows):
+            tokens, positions = packing.tokens_of_row(row), packing.positions_of_row(row)
+            mine, theirs = _values_of(got[name], tokens, row, positions), _at(padded[name], at, positions)
+            own = _at(alone[at][name], 0, positions - positions[0])
+            if mine is None or theirs is None or own is None:
+                return None  # not an output for each token
+            rounding.append(error_of(theirs, own))
+            errors.append(min(error_of(mine, theirs), error_of(mine, own)))
+            worst_token = min(float(errors_of_tokens(mine, x).max()) for x in (theirs, own))
+            if worst_token > floor_of(self.call.model):
+                self.suspicious.append((name, row))
+        measured = max(rounding)
+        self.rounding = max(self.rounding, measured)
+        most = _most_rounding(self.call.model)
+        limit = floor_of(self.call.model) + _FACTOR * (measured if measured <= most else 0.0)
+        worst = max(range(len(errors)), key=lambda at: errors[at])
+        if errors[worst] <= limit:
+            self.largest = max(self.largest, *errors)
+            return None
+        tokens = packing.tokens_of_row(self.rows[worst])
+        return (
+            f"{name} differs by {errors[worst]:.1e} in a row of {len(tokens)} tokens, where rounding explains "
+            f"{limit:.0e}{self._module(self.rows[worst])}"
+        )
+
+    def _compare_pooled(self, got: Any, padded: Any) -> str | None:
+        """Compare the pooled output (B, E) of each row, unless the padded run pools padding."""
+        mine, theirs = got.get("pooler_output"), padded.get("pooler_output")
+        packing = self.call.packing
+        if mine is None or theirs is None or packing is None or mine.shape[0] != packing.rows:
+            return None
+        if any(int(packing.positions_of_row(row)[0]) for row in self.rows) or self.call.entry.plan.reads_padding:
+            return None
+        error = float(errors_of_tokens(mine[self.rows], theirs).max())
+        # One value of each row, of which no nine tenths can be taken.
+        return None if error <= _most_rounding(self.call.model) else f"pooler_output differs by {error:.1e}"
+
+    def _compare_neighbors(self, got: Any) -> str | None:
+        """Why a token that differs depends on other rows, or None: then it differs by rounding, as experts do.
+
+        The batch runs packed again, with other tokens in all other rows.
+        """
+        for name, row in self.suspicious[:2]:
+            packing, arguments = self.call.packing_of(name), dict(self.call.arguments)
+            for key in {"input_ids", "inputs_embeds", "decoder_input_ids"} & arguments.keys():
+                x = arguments[key]
+                others = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+                for at in set(range(len(x))) - {row}:
+                    others[at, self.call.packing_of(key).positions_of_row(at)] = True
+                arguments[key] = x.clone()
+                arguments[key][others] = x[others].flip(0).roll(1, 0)
+            again = self._packed(replace(self.call, arguments=arguments))
+            tokens, positions = packing.tokens_of_row(row), packing.positions_of_row(row)
+            mine, other = _values_of(got[name], tokens, row, positions), _values_of(again[name], tokens, row, positions)
+            if mine is None or other is None:
+                continue
+            error = float(errors_of_tokens(other, mine).max())
+            if error > floor_of(self.call.model):
+                return f"{name} of a token differs by {error:.1e} if other rows have other tokens"
+        return None
+
+    def _compare_losses(self, padded: Any) -> str | None:
+        """Compare the loss of the rows that were chosen."""
+        want, call = padded.get("loss"), self.call
+        heads = ("token", "next token")
+        if want is None or call.entry.head not in heads or self._ignores_labels or call.entry.plan.reads_padding:
+            return None
+        call = replace(call, arguments=pick(call, self.rows))
+        if call.packing is None or all(x.saves_nothing for x in call.packings) or not bool(want.isfinite()):
+            return None
+        got = self._packed(call).get("loss")
+        if got is None:
+            return None
+        if is_near_loss(got, want, dtype_of(self.call.model), max(self.rounding, self.largest)):
+            return None
+        return f"the loss differs by {relative_error(got, want):.1e}"
+
+    @property
+    def _ignores_labels(self) -> bool:
+        """Whether the padded loss counts labels that the packed one leaves out, which is said elsewhere."""
+        return any(packing.ignores_labels for packing in self.call.packings)
+
+    def _module(self, row: int) -> str:
+        """The first module that gives something else for a row packed than alone, as the end of a sentence."""
+        packing = self.call.packing_of("")
+        tokens = packing.tokens_of_row(row)
+        with watching(self.call.base, {packing.layout.total: slice(tokens.start, tokens.stop)}) as seen:
+            self._packed(self.call)
+        with watching(self.call.base, {len(tokens): slice(None)}) as alone:
+            self._padded([row], alone=True)
+        cause = first_cause(seen, alone, floor_of(self.call.model))
+        return "" if cause is None else f"; first in {of_cause(cause)}"
+
+
+def _values_of(x: Any, tokens: range, row: int, positions: Tensor) -> Tensor | None:
+    """The values (n, …) of a row, of an output that is padded, or is when it is read."""
+    if isinstance(x, PaddedOnRead) and x.source.packed.shape[0] == 1:
+        return x.source.packed[0, tokens.start : tokens.stop]
+    return _at(x, row, positions)
+
+
+def _at(x: Tensor, row: int, positions: Tensor) -> Tensor | None:
+    """The values (n, …) at some positions of a row, or None if the output has no such positions."""
+    return x[row, positions] if x.dim() > 1 and x.shape[1] > int(positions[-1]) else None
+
+
+def error_of(got: Tensor, want: Tensor) -> float:
+    """The relative error that nine tenths of the tokens stay below, or half of few tokens. Experts flip by rounding."""
+    ordered = errors_of_tokens(got, want).sort().values
+    share = 0.9 if len(ordered) >= 10 else 0.5
+    return float(ordered[math.ceil(share * len(ordered)) - 1])
+
+
+def errors_of_tokens(got: Tensor, want: Tensor) -> Tensor:
+    """The relative error of each token, (n,)."""
+    if got.dim() == 1:  # a number for each token: they are compared together
+        got, want = got[None], want[None]
+    errors = []
+    for mine, theirs in zip(got.flatten(1).split(1024), want.flatten(1).split(1024), strict=True):
+        difference, size = mine.float() - theirs.float(), theirs.float().norm(dim=1)
+        errors.append(difference.norm(dim=1) / size.clamp(min=1e-12))
+    return torch.cat(errors).nan_to_num(float("inf"))
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model computes."""
+    parameter = families.first_parameter(model)
+    if parameter is None:
+        return torch.float32
+    device = parameter.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+
+
+def floor_of(model: nn.Module) -> float:
+    """The relative error that is rounding in any case."""
+    return _FLOOR.get(dtype_of(model), _FLOOR_OF_HALF)
+
+
+def _most_rounding(model: nn.Module) -> float:
+    """The relative error that is not rounding in any case."""
+    return _MOST_ROUNDING_OF_HALF if floor_of(model) == _FLOOR_OF_HALF else _MOST_ROUNDING
+
+
+# Packages whose modules compute each token by itself, or are checked as those of transformers are.
+_KNOWN = {"torch", "transformers", "nt_attention", "peft", "bitsandbytes", "torchao", "accelerate"}
+
+
+def is_foreign(model: nn.Module) -> bool:
+    """Whether a class in a model is of a package that is not known."""
+    return any(families.class_of(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules())
