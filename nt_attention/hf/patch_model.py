@@ -41,7 +41,7 @@ from .pack.sharded_packing import why_not_sharded
 from .pack.shared_prefixes import why_not_shared
 from .plan import Plan
 from .route.attention import attention, is_stock
-from .route.hand_packed import is_packed, mixed_rows_error
+from .route.hand_packed import refuse_packed_rows
 from .route.packed_row import counts_positions, is_unpatched, running
 from .route.rope import scales_by_length
 from .transformers_private import ATTENTION, attention_of
@@ -97,7 +97,7 @@ class _Patch:
         self.handle.skip(self.name, f"{type(self.model).__name__} {reason.rstrip('.')}.")
         if look_inside:
             names = tuple(inspect.signature(self.model.forward).parameters)
-            override_forward(self.model, functools.partial(_refuse_packed_rows, names), self.handle)
+            override_forward(self.model, functools.partial(_run_with_packed_parts, names), self.handle)
         return not look_inside
 
     def replace_attention(self) -> bool:
@@ -264,12 +264,11 @@ def _run_padded(
         return original(*args, **kwargs)
 
 
-def _refuse_packed_rows(
+def _run_with_packed_parts(
     names: tuple[str, ...], model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run a model that is not packed, though the models in it are. `names` are those of its arguments."""
-    if is_packed({**dict(zip(names, args, strict=False)), **kwargs}):
-        raise mixed_rows_error(model, "it is not packed as a whole")
+    refuse_packed_rows(model, {**dict(zip(names, args, strict=False)), **kwargs}, "it is not packed as a whole")
     return original(*args, **kwargs)
 
 

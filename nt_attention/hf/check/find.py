@@ -245,20 +245,12 @@ class _Check:
         return replace(plan, reads_padding=reads_padding)
 
     def _run(self, rows: Rows) -> dict[str, Tensor]:
-        try:
+        with _explained(self.base):
             return run(self.base, rows, self.inside)
-        except NotPackableError:
-            raise
-        except Exception as error:  # the code of any model
-            raise why_raised(self.base, error) from error
 
     def _watch(self, rows: Rows) -> tuple[dict[str, Tensor], list[Seen]]:
-        try:
+        with _explained(self.base):
             return run_and_watch(self.base, rows, min(1, len(rows.sequences) - 1), self.inside)
-        except NotPackableError:
-            raise
-        except Exception as error:  # the code of any model
-            raise why_raised(self.base, error) from error
 
     def _compare_bits(self, values: dict[str, Tensor], when: str, seen: list[Seen] | None = None) -> None:
         """Compare what the second sequence gives if its neighbors have other tokens.
@@ -318,9 +310,6 @@ class _Check:
 
     def _is_near(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
         return worst(got, self._of_tokens(want, len(self.rows.sequences)), self.tolerance)[0] <= 1
-
-    def _is_near_loss(self, got: Tensor, want: Tensor, error: float = 0.0) -> bool:
-        return is_near_loss(got, want, self.dtype, error)
 
     def _apart(self) -> Seen | None:
         """The first module that gives other values in the packed row than for the sequence alone."""
@@ -397,13 +386,8 @@ class _Check:
         if not has_base:
             raise NotPackableError("its head or its loss gives something else in a packed row")
         plan = replace(plan, head="sequence", head_mixes=bool(heads))
-        try:
-            with packed(self.model, plan):
-                self._call_model(labels)
-        except _CannotRunError:  # the head keeps the mask from its base model, for example
-            raise
-        except Exception as error:  # the code of any model
-            raise why_raised(self.model, error) from error
+        with _explained(self.model), packed(self.model, plan):
+            self._call_model(labels)
         return plan
 
     def _heads(self, out: Any, labels: dict[str, Tensor]) -> list[Head]:
@@ -429,7 +413,7 @@ class _Check:
             out = self._call_padded(spans) or out
             if (loss := out.get("loss")) is not None:
                 known = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
-                if not self._is_near_loss(known, loss):  # a loss of its own
+                if not is_near_loss(known, loss, self.dtype, error=0.0):  # a loss of its own
                     return False
         try:
             if plan.reads_padding or self.scales:  # the padded run gives something else
@@ -448,7 +432,7 @@ class _Check:
         if plan.head == "span" or want is None:
             return True
         error = max((relative_error(values[name], x) for name, x in padded.items() if name in values), default=0.0)
-        return loss is not None and self._is_near_loss(loss, want, error)
+        return loss is not None and is_near_loss(loss, want, self.dtype, error)
 
     def _has_same_numbers(self, got: Any, out: Any) -> bool:
         """Whether outputs that are one number, or one for each row, are those of the padded outputs."""
@@ -484,6 +468,17 @@ class _Check:
         run = self.model.forward if self.inside else self.model
         out = run(**inputs, **{name: x.clone() for name, x in labels.items()}, **options_of(self.model))
         return gathered(out) if isinstance(out, Mapping) else out
+
+
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """A context in which an error of the code of a packed model says why it can't be packed."""
+    try:
+        yield
+    except NotPackableError:
+        raise
+    except Exception as error:  # the code of any model
+        raise why_raised(model, error) from error
 
 
 def _are_finite(values: dict[str, Tensor]) -> bool:

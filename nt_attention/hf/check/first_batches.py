@@ -10,7 +10,6 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens, n tokens o
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -31,7 +30,16 @@ from ..pack.routes import ModelCall, Unpatched
 from ..pack.side_effects import ConstantNumbers
 from ..route.attention import OtherLengthError
 from ..route.dropout import without_dropout
-from .errors import is_near_loss, relative_error
+from .errors import (
+    FACTOR,
+    dtype_of,
+    error_of,
+    errors_of_tokens,
+    floor_of,
+    is_near_loss,
+    most_rounding,
+    relative_error,
+)
 from .find import first_cause, first_line, of_cause
 from .later import are_sharded
 from .rows import unchanged, watching
@@ -39,12 +47,6 @@ from .rows import unchanged, watching
 LONGEST_ROW = 4096  # positions, of rows that run padded
 FEWEST_TOKENS = 8  # of the shortest row, if another one has as many
 SHARE = 64  # of the calls of a class that is not of transformers, one in so many is compared again
-# Relative errors that are rounding whatever was measured, by the dtype in which a model computes.
-_FLOOR = {torch.float64: 1e-5, torch.float32: 4e-4}
-_FLOOR_OF_HALF = 3e-2
-_FACTOR = 6
-# More than this is not rounding. An 8-billion model with random weights in bfloat16 has 5 % (H200).
-_MOST_ROUNDING, _MOST_ROUNDING_OF_HALF = 0.05, 0.2
 # Calls with these arguments only are the usual ones. If they differ, no call of the model packs.
 _USUAL = {"input_ids", "attention_mask", "labels", "shift_labels", "use_cache", "return_dict", "num_items_in_batch"}
 _OUTPUTS = families.TOKEN_OUTPUTS - {"hidden_states"}
@@ -77,7 +79,7 @@ class Structure:
 
 
 @dataclass
-class _Compared:
+class Compared:
     """What was compared of a model.
 
     Attributes:
@@ -94,12 +96,12 @@ class _Compared:
 
 
 # Patched models → what was compared of them. A copy of a model may be changed, so it is compared again.
-_of_model: weakref.WeakKeyDictionary[nn.Module, _Compared] = weakref.WeakKeyDictionary()
+_of_model: weakref.WeakKeyDictionary[nn.Module, Compared] = weakref.WeakKeyDictionary()
 
 
-def _compared(model: nn.Module) -> _Compared:
+def compared_of(model: nn.Module) -> Compared:
     if model not in _of_model:
-        _of_model[model] = _Compared(Structure(model))
+        _of_model[model] = Compared(Structure(model))
     return _of_model[model]
 
 
@@ -122,7 +124,7 @@ class FirstBatches:
         """Whether a call packs and need not be compared. Reads no tensor."""
         if self.mode == "never":
             return True
-        compared = _compared(call.model)
+        compared = compared_of(call.model)
         kind = _kind_of(call, compared)
         return kind not in compared.wrong and kind[0] not in compared.wrong and not self._is_due(kind, call, compared)
 
@@ -130,7 +132,7 @@ class FirstBatches:
         """Why a call that could run packed runs padded, or None. Compares it if it is due."""
         if self.mode == "never" or call.compiler is TRACING:
             return None
-        compared = _compared(call.model)
+        compared = compared_of(call.model)
         kind = _kind_of(call, compared)
         if any(packing.has_holes for packing in call.packings):
             kind = (*kind, "with padding between tokens")
@@ -155,7 +157,7 @@ class FirstBatches:
         compared.wrong[kind[0] if is_usual else kind] = reason
         return reason
 
-    def _is_due(self, kind: Hashable, call: ModelCall, compared: _Compared, total: int = 0) -> bool:
+    def _is_due(self, kind: Hashable, call: ModelCall, compared: Compared, total: int = 0) -> bool:
         longest, most = compared.sizes.get(kind, (0, 0))
         is_new = call.length >= 2 * longest or total >= 2 * most
         is_again = self.mode == "always" or (self.is_foreign and compared.calls % SHARE == 0)
@@ -169,7 +171,7 @@ class FirstBatches:
 _LENGTH_OF_KIND = 5
 
 
-def _kind_of(call: ModelCall, compared: _Compared) -> tuple[Hashable, ...]:
+def _kind_of(call: ModelCall, compared: Compared) -> tuple[Hashable, ...]:
     """What calls have in common of which one is compared. Its first item is the state of the modules."""
     state, model = compared.structure.state, call.model
     return state, call.entry.head, model.training, frozenset(call.arguments), dtype_of(model)
@@ -289,8 +291,8 @@ class _Comparison:
                 self.suspicious.append((name, row))
         measured = max(rounding)
         self.rounding = max(self.rounding, measured)
-        most = _most_rounding(self.call.model)
-        limit = floor_of(self.call.model) + _FACTOR * (measured if measured <= most else 0.0)
+        most = most_rounding(self.call.model)
+        limit = floor_of(self.call.model) + FACTOR * (measured if measured <= most else 0.0)
         worst = max(range(len(errors)), key=lambda at: errors[at])
         if errors[worst] <= limit:
             self.largest = max(self.largest, *errors)
@@ -311,7 +313,7 @@ class _Comparison:
             return None
         error = float(errors_of_tokens(mine[self.rows], theirs).max())
         # One value of each row, of which no nine tenths can be taken.
-        return None if error <= _most_rounding(self.call.model) else f"pooler_output differs by {error:.1e}"
+        return None if error <= most_rounding(self.call.model) else f"pooler_output differs by {error:.1e}"
 
     def _compare_neighbors(self, got: Any) -> str | None:
         """Why a token that differs depends on other rows, or None: then it differs by rounding, as experts do.
@@ -380,43 +382,6 @@ def _values_of(x: Any, tokens: range, row: int, positions: Tensor) -> Tensor | N
 def _at(x: Tensor, row: int, positions: Tensor) -> Tensor | None:
     """The values (n, …) at some positions of a row, or None if the output has no such positions."""
     return x[row, positions] if x.dim() > 1 and x.shape[1] > int(positions[-1]) else None
-
-
-def error_of(got: Tensor, want: Tensor) -> float:
-    """The relative error that nine tenths of the tokens stay below, or half of few tokens. Experts flip by rounding."""
-    ordered = errors_of_tokens(got, want).sort().values
-    share = 0.9 if len(ordered) >= 10 else 0.5
-    return float(ordered[math.ceil(share * len(ordered)) - 1])
-
-
-def errors_of_tokens(got: Tensor, want: Tensor) -> Tensor:
-    """The relative error of each token, (n,)."""
-    if got.dim() == 1:  # a number for each token: they are compared together
-        got, want = got[None], want[None]
-    errors = []
-    for mine, theirs in zip(got.flatten(1).split(1024), want.flatten(1).split(1024), strict=True):
-        difference, size = mine.float() - theirs.float(), theirs.float().norm(dim=1)
-        errors.append(difference.norm(dim=1) / size.clamp(min=1e-12))
-    return torch.cat(errors).nan_to_num(float("inf"))
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype in which a model computes."""
-    parameter = families.first_parameter(model)
-    if parameter is None:
-        return torch.float32
-    device = parameter.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
-
-
-def floor_of(model: nn.Module) -> float:
-    """The relative error that is rounding in any case."""
-    return _FLOOR.get(dtype_of(model), _FLOOR_OF_HALF)
-
-
-def _most_rounding(model: nn.Module) -> float:
-    """The relative error that is not rounding in any case."""
-    return _MOST_ROUNDING_OF_HALF if floor_of(model) == _FLOOR_OF_HALF else _MOST_ROUNDING
 
 
 # Packages whose modules compute each token by itself, or are checked as those of transformers are.

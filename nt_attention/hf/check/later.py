@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from transformers.integrations.fsdp import is_fsdp_enabled
 
@@ -27,8 +25,3 @@ def are_sharded(model: nn.Module) -> bool:
     if any(hasattr(x, "ds_id") or is_distributed(x) for x in model.parameters()):
         return True
     return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
-
-
-def is_sharded_by_fsdp(module: Any) -> bool:
-    """Whether FSDP2 gathers the parameters of a module in its call."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__[:2])

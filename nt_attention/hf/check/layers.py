@@ -10,8 +10,7 @@ Dimensions: B rows of a padded batch, L positions of the layers in a row.
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,22 +25,11 @@ from ..pack.encoder_layers import EncoderCall, add_padded_to_layers, encoder_lay
 from ..pack.packing import Packing
 from ..route.dropout import without_dropout
 from ..route.packed_row import LayerCalls, running
+from .errors import dtype_of, error_of, floor_of
 from .find import MOST_PADDED_CLASSES, why_raised
-from .first_batches import Structure, choose_rows, comparing, dtype_of, error_of, floor_of
+from .first_batches import choose_rows, compared_of, comparing
 from .later import are_sharded
 from .rows import seed_all, unchanged
-
-
-@dataclass
-class _Compared:
-    """What was compared of a model: kind of call → the length of its rows, or why such calls run padded."""
-
-    structure: Structure
-    lengths: dict[Hashable, int] = field(default_factory=dict)
-    wrong: dict[Hashable, str] = field(default_factory=dict)
-
-
-_of_model: weakref.WeakKeyDictionary[nn.Module, _Compared] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -61,20 +49,18 @@ class FirstBatchesOfLayers:
         mask = next((x for n, x in arguments.items() if n.endswith("attention_mask") and _is_mask(x)), None)
         if mask is None or backward_id() != -1 or are_sharded(model):
             return None
-        if model not in _of_model:
-            _of_model[model] = _Compared(Structure(model))
-        compared = _of_model[model]
+        compared = compared_of(model)
         kind = compared.structure.state, model.training, frozenset(arguments), dtype_of(model)
         if reason := compared.wrong.get(kind):
             return reason
-        length, before = mask.shape[1], compared.lengths.get(kind, 0)
+        length, (before, _) = mask.shape[1], compared.sizes.get(kind, (0, 0))
         is_due = before == 0 or (self.mode == "first" and length >= 2 * before) or self.mode == "always"
         if not is_due or not (rows := choose_rows((mask != 0).sum(1).tolist(), longest=2**20)):
             return None
         with comparing() as is_free:
             if not is_free:
                 return None
-            compared.lengths[kind] = max(before, length)
+            compared.sizes[kind] = max(before, length), 0
             picked = {name: _pick(x, rows, len(mask)) for name, x in arguments.items()}
             reason, largest = self._compare(entry, model, original, picked)
         if reason is None:

@@ -51,12 +51,12 @@ def checked(model: PreTrainedModel, inside: bool = False) -> Checked:
             except NotPackableError as error:
                 found = str(error)
             how = f"checked on this model in {time.perf_counter() - begin:.1f} s"
-        base = families.base_model(model)
-        for each in [key, key_of(base)] if isinstance(found, str) and base is not model else [key]:
-            if len(_kept) >= _MOST:
-                _kept.clear()
-            if each is not None:
-                _kept[each] = found
+            base = families.base_model(model)
+            for each in [key, key_of(base)] if isinstance(found, str) and base is not model else [key]:
+                if len(_kept) >= _MOST:
+                    _kept.clear()
+                if each is not None:
+                    _kept[each] = found
     return Checked(found, None, how) if isinstance(found, Plan) else Checked(None, found, how)
 
 

@@ -18,7 +18,7 @@ from .. import families
 from ..families import Family
 from ..plan import Head, Plan
 from ..route.attention import NAME_OVER, NAMES, register
-from ..route.hand_packed import is_packed, mixed_rows_error
+from ..route.hand_packed import refuse_packed_rows
 from ..route.packed_mask import PackedMask, is_bypass_mask
 from ..route.packed_row import current_row, has_known_rows, rows_of_head
 from ..transformers_private import attention_of
@@ -49,15 +49,11 @@ class SequenceHeadCall:
             return original(*args, **kwargs)
         arguments = arguments_of(self.defaults, args, kwargs) or {}
         if not self.is_known:
-            _refuse_packed_rows(model, arguments)
+            refuse_packed_rows(
+                model, arguments, "its head computes with whole rows: pass a padded batch with attention_mask"
+            )
         with passing_rows(ModelCall(self, model, original, args, kwargs, arguments, None)):
             return original(*args, **kwargs)
-
-
-@outside_of_graphs
-def _refuse_packed_rows(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    if is_packed(arguments):
-        raise mixed_rows_error(model, "its head computes with whole rows: pass a padded batch with attention_mask")
 
 
 def add_rows_of_head(model: PreTrainedModel, arguments: dict[str, Any]) -> None:

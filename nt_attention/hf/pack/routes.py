@@ -22,7 +22,7 @@ from ...graphs.device import NotCapturedError
 from ...graphs.module_state import Snapshot
 from .. import families
 from ..route.attention import OtherLengthError
-from ..route.hand_packed import is_packed, mixed_rows_error
+from ..route.hand_packed import refuse_packed_rows
 from ..route.packed_mask import PackedMask, bypass_mask
 from ..route.packed_row import PackedRow, SmallCall, extend_tables, is_unpatched, running
 from .attention_code import make_cached_tensors
@@ -168,8 +168,8 @@ class FallsBack(Unpatched):
         Raises:
             ValueError: its rows have several sequences, which the original forward would mix.
         """
-        if not call.entry.keeps_apart(call.model) and is_packed(call.arguments):
-            raise mixed_rows_error(call.model, f"this call can't run packed: {reason}")
+        if not call.entry.keeps_apart(call.model):
+            refuse_packed_rows(call.model, call.arguments, f"this call can't run packed: {reason}")
         call.entry.handle.fall_back(reason)
         return cls(call)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...compiler import can_be_read
+from ...compiler import can_be_read, outside_of_graphs
 from ...layouts.known import SequenceLayout
 from ...layouts.protocol import Layout
 from .positions import starts
@@ -84,6 +84,17 @@ def is_packed(arguments: dict[str, Any]) -> bool:
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
         token_mask = mask[:, mask.shape[1] - length :] != 0
     return length > 1 and bool(starts(position_ids, token_mask).any())
+
+
+@outside_of_graphs
+def refuse_packed_rows(model: Any, arguments: dict[str, Any], reason: str) -> None:
+    """Refuse a call with rows of several sequences, which the model would mix for this `reason`.
+
+    Raises:
+        ValueError: a row has several sequences.
+    """
+    if is_packed(arguments):
+        raise mixed_rows_error(model, reason)
 
 
 def mixed_rows_error(model: Any, reason: str) -> ValueError:
