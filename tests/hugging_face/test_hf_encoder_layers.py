@@ -204,7 +204,7 @@ CTC = [name for name, (kind, _, _) in MODELS.items() if "CTC" in kind or "Classi
 IN_TRAINING = [(name, how) for name in CTC if name not in INFERENCE for how in (None, False, True)]
 
 
-# Unpatched, WavLM does not end with a reentrant checkpoint. Islands and checkpoints: see below.
+# Unpatched, WavLM does not end with a reentrant checkpoint. Padded modules and checkpoints: see below.
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [x for x in IN_TRAINING if x != ("wavlm", True) and (x[0] != "wav2vec2-bert" or x[1] is None)],
