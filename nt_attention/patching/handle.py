@@ -23,6 +23,23 @@ OnFallback = Literal["warn", "raise", "silent"]
 CheckMode = Literal["first", "always", "never"]
 
 
+class _Thread(threading.local):
+    counts = True
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def counting_nothing() -> Iterator[None]:
+    """A context in which calls of this thread are not counted, and give no warnings."""
+    before, _thread.counts = _thread.counts, False
+    try:
+        yield
+    finally:
+        _thread.counts = before
+
+
 class PrefixCounts:
     """What `shared_prefixes` saved.
 
@@ -40,21 +57,11 @@ class PrefixCounts:
         self.computed: int = 0
         self.models: int = 0
         self.left: list[str] = []
-        self._paused_in: int | None = None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which calls of this thread are not counted."""
-        self._paused_in = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._paused_in = None
 
     @outside_of_graphs
     def add(self, reason: str | None, tokens: int = 0, computed: int = 0) -> None:
         """Count a call."""
-        if self._paused_in == threading.get_ident():
+        if not _thread.counts:
             return
         with _lock:
             self.calls[reason] += 1
@@ -117,6 +124,8 @@ class Counts:
 
     def add(self, reason: str | None, positions: int = 0, tokens: int = 0, warns: bool = False) -> bool:
         """Count a call. Returns whether to warn: if `warns`, for the first call with a reason."""
+        if not _thread.counts:
+            return False
         with nullcontext() if is_compiling() else _lock:  # a graph can't hold a lock
             self.calls[reason] += 1
             self.positions += positions
@@ -129,6 +138,8 @@ class Counts:
     @outside_of_graphs
     def note(self, text: str) -> bool:
         """Count a packed call with a note. Returns whether it is the first one with this note."""
+        if not _thread.counts:
+            return False
         with _lock:
             self.notes[text] += 1
             return self.notes[text] == 1

@@ -10,10 +10,8 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens, n tokens o
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +25,7 @@ from .. import families
 from ..pack.outputs import UnknownOutputError
 from ..pack.padded_on_read import PaddedOnRead
 from ..pack.routes import ModelCall, Unpatched
-from ..pack.side_effects import ConstantNumbers
 from ..route.attention import OtherLengthError
-from ..route.dropout import without_dropout
 from .errors import (
     FACTOR,
     dtype_of,
@@ -41,11 +37,11 @@ from .errors import (
     relative_error,
 )
 from .find import first_cause, first_line, of_cause
+from .heads import ComparisonOfHead
 from .later import are_sharded
-from .rows import unchanged, watching
+from .rows import watching
+from .running_again import choose_rows, comparing, comparing_model
 
-LONGEST_ROW = 4096  # positions, of rows that run padded
-FEWEST_TOKENS = 8  # of the shortest row, if another one has as many
 SHARE = 64  # of the calls of a class that is not of transformers, one in so many is compared again
 # Calls with these arguments only are the usual ones. If they differ, no call of the model packs.
 _USUAL = {"input_ids", "attention_mask", "labels", "shift_labels", "use_cache", "return_dict", "num_items_in_batch"}
@@ -53,10 +49,9 @@ _OUTPUTS = families.TOKEN_OUTPUTS - {"hidden_states"}
 
 
 class Structure:
-    """The modules of a model, their hooks and their own `forward`, which may be changed after the check."""
+    """Modules, their hooks and their own `forward`, which may be changed after the check."""
 
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+    def __init__(self, modules: list[nn.Module]) -> None:
         self._children = [children_of(module) for module in modules]
         self._hooks = [table for module in modules for table in forward_hooks_of(module)]
         self._attributes = [vars(module) for module in modules]
@@ -99,9 +94,11 @@ class Compared:
 _of_model: weakref.WeakKeyDictionary[nn.Module, Compared] = weakref.WeakKeyDictionary()
 
 
-def compared_of(model: nn.Module) -> Compared:
+def compared_of(model: nn.Module, without: nn.Module | None = None) -> Compared:
+    """What was compared of a model; of its modules, all but those of another one."""
     if model not in _of_model:
-        _of_model[model] = Compared(Structure(model))
+        others = set() if without is None else set(without.modules())
+        _of_model[model] = Compared(Structure([x for x in model.modules() if x not in others]))
     return _of_model[model]
 
 
@@ -120,11 +117,15 @@ class FirstBatches:
     is_foreign: bool = False
     scales_by_length: bool = False
 
+    def of_head(self) -> FirstBatches:
+        """What compares the calls of a head that gets padded hidden states."""
+        return FirstBatchesOfHead(self.mode, self.is_foreign, self.scales_by_length)
+
     def is_settled(self, call: ModelCall) -> bool:
         """Whether a call packs and need not be compared. Reads no tensor."""
         if self.mode == "never":
             return True
-        compared = compared_of(call.model)
+        compared = self._compared(call)
         kind = _kind_of(call, compared)
         return kind not in compared.wrong and kind[0] not in compared.wrong and not self._is_due(kind, call, compared)
 
@@ -132,22 +133,18 @@ class FirstBatches:
         """Why a call that could run packed runs padded, or None. Compares it if it is due."""
         if self.mode == "never" or call.compiler is TRACING:
             return None
-        compared = compared_of(call.model)
-        kind = _kind_of(call, compared)
-        if any(packing.has_holes for packing in call.packings):
-            kind = (*kind, "with padding between tokens")
+        compared = self._compared(call)
+        kind, total = self._kind_and_size(call, compared)
         if reason := compared.wrong.get(kind, compared.wrong.get(kind[0])):
             return reason
         compared.calls += 1
-        total = sum(packing.layout.total for packing in call.packings)
-        if not self._is_due(kind, call, compared, total) or not (rows := _rows_to_compare(call)):
+        if not self._is_due(kind, call, compared, total) or (comparison := self._comparison(call)) is None:
             return None
         with comparing() as is_free:
             if not is_free:
                 return None
             longest, most = compared.sizes.get(kind, (0, 0))
             compared.sizes[kind] = max(longest, call.length), max(most, total)
-            comparison = _Comparison(call, rows)
             reason = comparison.why_different()
         if reason is None:
             call.entry.handle.counts.compare(comparison.largest)
@@ -156,6 +153,21 @@ class FirstBatches:
         is_usual = call.arguments.keys() <= _USUAL and len(kind) == _LENGTH_OF_KIND
         compared.wrong[kind[0] if is_usual else kind] = reason
         return reason
+
+    def _compared(self, call: ModelCall) -> Compared:
+        return compared_of(call.model)
+
+    def _kind_and_size(self, call: ModelCall, compared: Compared) -> tuple[tuple[Hashable, ...], int]:
+        """The kind of a call, and its number of tokens. Reads the lengths of its rows."""
+        kind, packings = _kind_of(call, compared), call.packings
+        if any(packing.has_holes for packing in packings):
+            kind = (*kind, "with padding between tokens")
+        return kind, sum(packing.layout.total for packing in packings)
+
+    def _comparison(self, call: ModelCall) -> Any:
+        """What compares a call, or None if no row of it can be compared."""
+        rows = _rows_to_compare(call)
+        return _Comparison(call, rows) if rows else None
 
     def _is_due(self, kind: Hashable, call: ModelCall, compared: Compared, total: int = 0) -> bool:
         longest, most = compared.sizes.get(kind, (0, 0))
@@ -168,6 +180,19 @@ class FirstBatches:
         return not is_observed and call.entry.handle.mesh is None and not are_sharded(call.model)
 
 
+class FirstBatchesOfHead(FirstBatches):
+    """The same for a head that gets padded hidden states. It may read those of padding."""
+
+    def _compared(self, call: ModelCall) -> Compared:
+        return compared_of(call.model, without=call.base)
+
+    def _kind_and_size(self, call: ModelCall, compared: Compared) -> tuple[tuple[Hashable, ...], int]:
+        return _kind_of(call, compared), 0
+
+    def _comparison(self, call: ModelCall) -> Any:
+        return ComparisonOfHead.of(call)
+
+
 _LENGTH_OF_KIND = 5
 
 
@@ -177,38 +202,12 @@ def _kind_of(call: ModelCall, compared: Compared) -> tuple[Hashable, ...]:
     return state, call.entry.head, model.training, frozenset(call.arguments), dtype_of(model)
 
 
-_lock = threading.Lock()
-
-
-@contextmanager
-def comparing() -> Iterator[bool]:
-    """A context in which compiled parts run eagerly. It gives False if another thread compares a call."""
-    if not _lock.acquire(blocking=False):
-        yield False
-        return
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield True
-    finally:
-        _lock.release()
-
-
 def _rows_to_compare(call: ModelCall) -> list[int]:
     packings = call.packings
     if not packings or "encoder_outputs" in call.arguments or not all(x.is_row_per_sequence for x in packings):
         return []
     of_sides = [[len(x.tokens_of_row(row)) for row in range(x.rows)] for x in packings]
     return choose_rows([min(lengths) and max(lengths) for lengths in zip(*of_sides, strict=True)])
-
-
-def choose_rows(lengths: Sequence[int], longest: int = LONGEST_ROW) -> list[int]:
-    """The longest row that is not too long, the shortest and one between. The longest is first."""
-    order = sorted((n, row) for row, n in enumerate(lengths) if 0 < n <= longest)
-    if not order:
-        return []
-    enough = next((at for at, (n, _) in enumerate(order) if n >= FEWEST_TOKENS), len(order) - 1)
-    chosen = {order[-1][1], order[enough][1], order[(enough + len(order) - 1) // 2][1]}
-    return sorted(chosen, key=lambda row: -lengths[row])
 
 
 def pick(call: ModelCall, rows: list[int], alone: bool = False) -> dict[str, Any]:
@@ -245,9 +244,7 @@ class _Comparison:
 
     def why_different(self) -> str | None:
         """What differs, and in which module, or None."""
-        prefixes = self.call.entry.handle.prefixes
-        uncounted = nullcontext() if prefixes is None else prefixes.paused()
-        with unchanged(self.call.model), without_dropout(), ConstantNumbers(), uncounted:
+        with comparing_model(self.call):
             try:
                 got = self._packed(self.call)
             except (UnknownOutputError, OtherLengthError):  # the call itself falls back

@@ -27,9 +27,10 @@ from ..route.dropout import without_dropout
 from ..route.packed_row import LayerCalls, running
 from .errors import dtype_of, error_of, floor_of
 from .find import MOST_PADDED_CLASSES, why_raised
-from .first_batches import choose_rows, compared_of, comparing
+from .first_batches import compared_of
 from .later import are_sharded
 from .rows import seed_all, unchanged
+from .running_again import choose_rows, comparing, pick_rows
 
 
 @dataclass
@@ -61,7 +62,7 @@ class FirstBatchesOfLayers:
             if not is_free:
                 return None
             compared.sizes[kind] = max(before, length), 0
-            picked = {name: _pick(x, rows, len(mask)) for name, x in arguments.items()}
+            picked = {name: pick_rows(x, rows, len(mask)) for name, x in arguments.items()}
             reason, largest = self._compare(entry, model, original, picked)
         if reason is None:
             if largest is not None:
@@ -92,10 +93,6 @@ _OF_TORCH = set(vars(nn))  # the module around one of these is the one that mixe
 
 def _is_mask(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 2
-
-
-def _pick(x: Any, rows: list[int], batch: int) -> Any:
-    return x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch else x
 
 
 @dataclass

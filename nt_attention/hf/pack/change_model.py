@@ -251,7 +251,8 @@ def _override_entries(
             cast(PatchedForward, base.forward).forward = call
     if not packs_head and model is not base:
         is_known = is_of_transformers(families.class_of(model)) and not plan.head_mixes
-        override_forward(model, SequenceHeadCall(_arguments(model)[0], is_known), handle)
+        of_head = None if first_batches is None else first_batches.of_head()
+        override_forward(model, SequenceHeadCall(handle, _arguments(model)[0], is_known, of_head), handle)
 
 
 def _arguments(entry: PreTrainedModel) -> tuple[dict[str, Any], bool]:

@@ -23,6 +23,7 @@ RESTARTS = (
     "attention_mask"
 )
 ROPE = "its rotary embedding is scaled by the length of each sequence; the padded run takes the longest row for all"
+HEAD = "its head reads padding in the padded run; packed, it gives what each sequence gives alone"
 PADDING = "a module that mixes tokens reads padding in the padded run; packed, it gives what each sequence gives alone"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -20,7 +20,7 @@ from ..plan import Head, Plan
 from ..route.attention import NAME_OVER, NAMES, register
 from ..route.hand_packed import refuse_packed_rows
 from ..route.packed_mask import PackedMask, is_bypass_mask
-from ..route.packed_row import current_row, has_known_rows, rows_of_head
+from ..route.packed_row import current_row, has_known_rows, is_compared, rows_of_head
 from ..transformers_private import attention_of
 from .inputs import arguments_of
 from .routes import AsGraph, ModelCall, Packed, Unpatched, passing_rows, run_route
@@ -36,12 +36,15 @@ class SequenceHeadCall:
     """The `forward` of a head that runs as before, on a base model that packs.
 
     Attributes:
-        defaults: as in `PackedCall`.
+        handle, defaults, first_batches: as in `PackedCall`.
         is_known: whether the head is one of transformers, which reads one token of a row.
     """
 
+    handle: Handle
     defaults: dict[str, Any]
     is_known: bool
+    first_batches: Any
+    head: ClassVar[Head] = "sequence"
 
     @inline_only
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +55,17 @@ class SequenceHeadCall:
             refuse_packed_rows(
                 model, arguments, "its head computes with whole rows: pass a padded batch with attention_mask"
             )
-        with passing_rows(ModelCall(self, model, original, args, kwargs, arguments, None)):
+        call = ModelCall(self, model, original, args, kwargs, arguments, active_compiler())
+        if (reason := self._why_padded(call)) is not None:
+            self.handle.fall_back(reason)
+            return Unpatched(call).run()
+        with passing_rows(call):
             return original(*args, **kwargs)
+
+    @outside_of_graphs
+    def _why_padded(self, call: ModelCall) -> str | None:
+        first = self.first_batches
+        return None if first is None or call.is_inner or first.is_settled(call) else first.why_padded(call)
 
 
 def add_rows_of_head(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
@@ -148,7 +160,8 @@ class PackedCall:
         add_rows_of_head(call.model, call.arguments)
         if (route := route_of(call, BEFORE_GRAPH)) is not None:
             return route
-        may_be_graph = self.handle.graphs is not None and call.compiler is not TRACING and not is_part_of_a_graph()
+        may_be_graph = self.handle.graphs is not None and call.compiler is not TRACING and not is_compared()
+        may_be_graph = may_be_graph and not is_part_of_a_graph()
         if may_be_graph and (self.first_batches is None or self.first_batches.is_settled(call)):
             return AsGraph(call)
         return self._packed_route(call)
@@ -161,7 +174,7 @@ class PackedCall:
         """Whether a batch is too small to gain from packing. This is decided from shapes."""
         arguments, base = call.arguments, call.base
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
-        if call.compiler is not None or self.size is None or tokens is None:
+        if call.compiler is not None or self.size is None or tokens is None or is_compared():
             return False
         if (costs := costs_of(tokens.device)) is None or not may_run_padded(arguments):
             return False

@@ -103,6 +103,7 @@ class _Thread(threading.local):
         layers: the layers of the model that runs, if they pack; None in other models, and if a checkpoint runs a layer
             again.
         small: a call that runs as in the unpatched model over sdpa, and whose rows have one sequence each; or None.
+        compared: whether some rows of a batch run to be compared, so that they pack though they are few.
     """
 
     def __init__(self) -> None:  # runs in each thread; a graph would take defaults of the class for constants
@@ -113,6 +114,7 @@ class _Thread(threading.local):
         self.known: tuple[Any, ...] = ()
         self.layers: LayerCalls | None = None
         self.small: SmallCall | None = None
+        self.compared = False
 
 
 _thread = _Thread()
@@ -126,6 +128,11 @@ def current_row() -> PackedRow | None:
 def runs_padded() -> bool:
     """Whether a call runs in this thread whose rows are known to be not packed."""
     return _thread.row is None and _thread.padded
+
+
+def is_compared() -> bool:
+    """Whether some rows of a batch run to be compared."""
+    return _thread.compared
 
 
 def current_layers() -> LayerCalls | None:

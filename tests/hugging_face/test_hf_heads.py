@@ -1,0 +1,121 @@
+"""Heads of users that compute with padded hidden states: those that read padding run padded, or are told."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, BertPreTrainedModel
+
+import nt_attention as nta
+
+
+class Head(BertPreTrainedModel):
+    """A model whose head is a function of the hidden states (B, L, E) and the mask (B, L)."""
+
+    def __init__(self, config, pool, loss=None):
+        super().__init__(config)
+        self.bert, self.classifier = BertModel(config, add_pooling_layer=False), nn.Linear(config.hidden_size, 3)
+        self.pool, self.loss = pool, loss
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.classifier(self.pool(hidden, attention_mask))
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits, labels) + (self.loss(hidden, attention_mask) if self.loss else 0)
+        return {"loss": loss, "logits": logits}
+
+
+def masked_mean(x, mask):
+    return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def first(x, mask):
+    return x[:, 0]
+
+
+PADDED, PACKED, TOLD = "reads padding, by which", "", "reads padding in the padded run"
+HEADS = {
+    "mean over all positions": (lambda x, mask: x.mean(1), None, PADDED),
+    "largest of all positions": (lambda x, mask: x.amax(1), None, TOLD),
+    "sum of all positions": (lambda x, mask: x.sum(1), None, PADDED),
+    "mean of tokens": (masked_mean, None, PACKED),
+    "first position": (first, None, PACKED),
+    "last position": (lambda x, mask: x[:, -1], None, TOLD),
+    "last token": (lambda x, mask: x[torch.arange(len(x)), mask.sum(1) - 1], None, PACKED),
+    "a loss of all positions": (first, lambda x, mask: x[..., 0].mean(), PADDED),
+    "a loss of tokens": (first, lambda x, mask: masked_mean(x, mask)[:, 0].mean(), PACKED),
+}
+
+
+def batch_of(lengths, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(5, 90, mask.shape, generator=random) * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(len(lengths)) % 3}
+
+
+def model_of(pool, loss=None):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return Head(config, pool, loss)
+
+
+def gradients(model):
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_padded_states(name):
+    pool, loss, expected = HEADS[name]
+    model = model_of(pool, loss)
+    stock = copy.deepcopy(model)
+    handle = nta.patch(model)
+    for lengths in ([12, 3, 7, 9], [5, 11, 4], [40, 6, 21]):
+        batch = batch_of(lengths)
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            got = model(**batch)
+        want = stock(**batch)
+        if expected == TOLD:  # as each row alone
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            rows = [stock(ids[i : i + 1, :n], mask[i : i + 1, :n]) for i, n in enumerate(lengths)]
+            torch.testing.assert_close(got["logits"], torch.cat([x["logits"] for x in rows]))
+        else:
+            torch.testing.assert_close(dict(got), dict(want))
+            for each in (model, stock):
+                each.zero_grad()
+            got["loss"].backward()
+            want["loss"].backward()
+            torch.testing.assert_close(gradients(model), gradients(stock), rtol=1e-3, atol=1e-5)
+    if expected == PADDED:
+        assert handle.calls[None] == 0
+        assert all(PADDED in why for why in handle.calls if why)
+    else:
+        assert handle.calls == {None: 3}
+    assert (TOLD in str(handle)) == (expected == TOLD)
+
+
+def test_a_head_is_told_once_and_raises_on_request():
+    model = model_of(HEADS["mean over all positions"][0])
+    handle = nta.patch(model)
+    with pytest.warns(nta.NotPackedWarning, match="reads padding, by which logits differs") as told:
+        for _ in range(3):
+            model(**batch_of([12, 3, 7]))
+    assert len(told) == 1
+    assert handle.calls.total() == 3
+    handle.remove()
+    nta.patch(model, on_fallback="raise")
+    with pytest.raises(nta.NotPackedError, match="reads padding"):
+        model(**batch_of([12, 3, 7]))
