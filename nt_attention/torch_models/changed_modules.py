@@ -42,7 +42,7 @@ def why_not_packed_now(module: nn.Module, handle: PatchHandle) -> str | None:
             parts += children_of(attention).values()
             attributes += [id(type(attention)), has_compiled_call(attention), id(vars(attention).get("forward"))]
     modules = [x for x in parts if x is not None]
-    if handle.is_automatic and have_foreign_hooks([*modules, *(layers if is_stack else ())]):
+    if have_foreign_hooks([*modules, *(layers if is_stack else ())]):
         return "hooks of modules in it get padded batches"
     known = _checked.get(module)
     if known is not None and known[1] == attributes and _are(known[0], modules):

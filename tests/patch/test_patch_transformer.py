@@ -220,13 +220,29 @@ def test_hooks_on_the_encoder_and_the_decoder_get_padded_batches(where):
     assert seen == [(source if where == "encoder" else target).shape]
 
 
-def test_hooks_on_layers_get_packed_tokens():
-    model, (source, target), seen = make(), draw(), []
-    for stack in (model.encoder, model.decoder):
-        stack.layers[0].register_forward_hook(lambda *given: seen.append(given[2].shape))
-    nta.patch(model, on_fallback="raise")
-    run(model, source, target, **masks())
-    assert seen == [(sum(SOURCE_LENGTHS), EMBED), (sum(TARGET_LENGTHS), EMBED)]
+@pytest.mark.parametrize("is_late", [False, True])
+def test_with_hooks_on_parts_of_them_they_run_padded(is_late):
+    """A hook may compute with the rows of a batch. Here it takes the mean of each row away."""
+    model, (source, target) = make(), draw()
+    parts = [model.encoder.layers[0], model.decoder.layers[1].linear1]
+
+    def add_hooks():
+        return [part.register_forward_hook(lambda _, args, out: out - out.mean(-2, keepdim=True)) for part in parts]
+
+    hooks = add_hooks()
+    want = tokens_and_gradients(model, source, target, **masks())
+    if is_late:
+        for hook in hooks:
+            hook.remove()
+    with nta.patch(model) as handle:
+        hooks = add_hooks() if is_late else hooks
+        with pytest.warns(nta.NotPackedWarning, match="hooks of modules in it get padded batches"):
+            close(tokens_and_gradients(model, source, target, **masks()), want)
+        assert handle.calls[None] == 0
+        for hook in hooks:
+            hook.remove()
+        run(model, source, target, **masks())
+        assert handle.calls[None] == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -105,11 +105,11 @@ def test_only_tokens_are_computed_and_each_side_is_packed_once(kind, grad, monke
         method = getattr(SequenceLayout, name)
         monkeypatch.setattr(SequenceLayout, name, lambda *a, f=method, n=name: (moves.append(n), f(*a))[1])
     nta.patch(model)
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm)):
-            module.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[:-1]))
+    note = lambda x, inputs: sizes.append(inputs[0].shape[:-1]) if isinstance(x, (nn.Linear, nn.LayerNorm)) else None
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
     with torch.set_grad_enabled(grad):
         run(kind, model, draw(), **masks_of(kind))
+    hook.remove()
     assert set(sizes) == {(sum(LENGTHS[side]),) for side in (LENGTHS if kind == "transformer" else [KINDS[kind].side])}
     if "layers" not in kind:
         assert sorted(moves) == [*["pack"] * len(KINDS[kind].inputs), "pad"]
