@@ -3,6 +3,5 @@
 from . import custom_op  # noqa: F401 (its operators)
 from .attention import ExchangeChoice, explain_exchange
 from .sharded_layout import ShardedLayout
-from .tensor_parallel import HeadParallel
 
-__all__ = ["ExchangeChoice", "HeadParallel", "ShardedLayout", "explain_exchange"]
+__all__ = ["ExchangeChoice", "ShardedLayout", "explain_exchange"]
