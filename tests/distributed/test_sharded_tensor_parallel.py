@@ -1,4 +1,4 @@
-"""Tensor parallelism by PyTorch's styles: some heads of all tokens, and with a `ShardedLayout` some heads of some tokens."""
+"""Tensor parallelism by PyTorch's styles: a rank has some heads of all tokens, or of those of a `ShardedLayout`."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def batch():
     return torch.randn(2, sum(LENGTHS), E, dtype=torch.float64)
 
 
-def check(options, exchange, fsdp):
+def check(options, fsdp):
     layout, (x, target) = nta.SequenceLayout.from_lengths(LENGTHS), batch()
     one, given = Model(), x.clone().requires_grad_()
     want = one(given, layout, **options)
@@ -82,7 +82,7 @@ def check(options, exchange, fsdp):
     local = sharded.local(x).requires_grad_()
     if "alibi_slopes" in options:
         options["alibi_slopes"] = options["alibi_slopes"].chunk(2)[mesh["tp"].get_local_rank()]
-    out = model(local, sharded, exchange=exchange, **options)
+    out = model(local, sharded, **options)
     factor = 2 if fsdp else 1  # FSDP takes the mean of the ranks
     ((out - sharded.local(target)).square().sum() * factor).backward()
     close = {"rtol": 0, "atol": 1e-9}
@@ -96,10 +96,9 @@ def check(options, exchange, fsdp):
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["", "fsdp"])
-@pytest.mark.parametrize("exchange", ["keys", "heads"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_heads_and_tokens_divided(name, exchange, fsdp):
-    run_in_processes(4, check, OPTIONS[name], exchange, fsdp)
+def test_heads_and_tokens_divided(name, fsdp):
+    run_in_processes(4, check, OPTIONS[name], fsdp)
 
 
 def module_of_the_guide():
