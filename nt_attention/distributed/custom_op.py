@@ -189,5 +189,5 @@ torch.library.register_autograd(
     "nt_attention::sharded_forward", _differentiate, setup_context=_setup_context, lib=LIBRARY
 )
 
-Sharded.attend = attend  # type: ignore[assignment]
+Sharded.attend = attend
 Sharded.in_graph = TracedShardedLayout
