@@ -46,7 +46,7 @@ def options_of(kind, heads, batch):
     if kind == "mods":
         return {
             "score_mod": lambda score, b, h, q_idx, kv_idx: score + 0.1 * h - 0.01 * (q_idx - kv_idx) + 0.2 * b,
-            "mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx + h) % 3 != 1,
+            "mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx + q_idx * q_idx + h + b) % 3 != 1,
         }
     if kind == "window and mods":
         return {"window_size": (5, 4), **options_of("mods", heads, batch)}
