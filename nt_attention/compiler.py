@@ -9,7 +9,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -250,12 +250,3 @@ def is_in_vmap(tensor: Tensor) -> bool:
             return True
         tensor = inner
     return False
-
-
-class TracedShardedLayout:
-    """A `ShardedLayout` in a graph, of which only the handle is known."""
-
-    is_sharded: ClassVar[bool] = True
-
-    def __init__(self, handle: Tensor) -> None:
-        self.handle = handle

@@ -7,7 +7,6 @@ of queries and keys, Dv that of values.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack, get_type_hints, overload
@@ -56,7 +55,6 @@ def varlen_attention(
     relative: RelativeBias | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
-    exchange: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
@@ -72,7 +70,6 @@ def varlen_attention(
     relative: RelativeBias | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
-    exchange: str = "auto",
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -88,7 +85,6 @@ def varlen_attention(
     relative: RelativeBias | None = None,
     return_lse: bool,
     backend: str = "auto",
-    exchange: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
@@ -103,7 +99,6 @@ def varlen_attention(
     relative: RelativeBias | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    exchange: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention over a ragged batch, in which a query only attends to keys of its own sequence.
@@ -152,8 +147,6 @@ def varlen_attention(
         batch_invariant: require that the results of a sequence are bitwise equal in any batch.
         return_lse: also return the log-sum-exp of each query's scores, which is differentiable.
         backend: "auto", or a name from `available_backends()`. A named backend runs, or an error is raised.
-        exchange: only with a `ShardedLayout`: what the ranks exchange, "keys" or "heads"; "auto" selects the one that
-            is expected to be faster.
 
     Returns:
         The output, in the form of `query` with head dim Dv. With `return_lse`, a tuple of the output and the
@@ -171,15 +164,9 @@ def varlen_attention(
         >>> out.shape, lse.shape
         (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
-    if getattr(layout, "is_sharded", False):
-        # Whoever has a sharded layout has imported this module, which imports this file.
-        attention = sys.modules["nt_attention.distributed.custom_op"].attention
-        sharded: Any = (layout, key_layout)
+    if isinstance(layout, Sharded):
         more: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative, "return_lse": return_lse}
-        more |= {"backend": backend, "exchange": exchange, "options": options}
-        return attention(query, key, value, *sharded, **more)
-    if exchange != "auto":
-        raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
+        return layout.attend(query, key, value, key_layout, **more, backend=backend, options=options)
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
     arguments = _read(query, key, value, layout, key_layout, relative, options)

@@ -5,7 +5,6 @@ Dimensions: B sequences, T tokens in the whole batch, L positions in a padded ro
 
 from __future__ import annotations
 
-import importlib
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 from ..compiler import check_readable, is_compiling, is_traced, is_tracing, refuse_jit_trace
 from . import nested as nested_tensors
 from .bounded import BoundedLayout
-from .protocol import Layout
+from .protocol import Layout, Sharded
 from .reading import (
     Facts,
     copy_of,
@@ -674,8 +673,7 @@ class SequenceLayout(Layout):
             tensor([0, 1, 2, 3, 4])
             >>> torch.distributed.destroy_process_group()
         """
-        distributed = importlib.import_module("nt_attention.distributed")  # on first use: its import takes long
-        return distributed.ShardedLayout(self, mesh, is_causal=is_causal, window_size=window_size)
+        return Sharded.divide(self, mesh, is_causal=is_causal, window_size=window_size)
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
         return values if values.shape[0] == self.total else fill_rows_from(self.total, values, value)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..compiler import can_be_read, is_traced, refuse_jit_trace
 from ..kernels.call import MaskMod, ScoreMod
 from ..layouts.known import SequenceLayout, layout_of_padding, unwrap_each
-from ..layouts.protocol import Layout
+from ..layouts.protocol import Layout, Sharded
 from ..torch_private import without_torch_function
 
 _NAMES = ("query", "key", "value")
@@ -184,7 +184,7 @@ def read_inputs(
         return _from_dense(tensors, masks, need_weights is not False, embed_dims, num_heads, batch_first)
     if masks.key_padding_mask is not None:
         raise ValueError("ragged inputs have no padding: leave out key_padding_mask.")
-    if getattr(layout, "is_sharded", False):
+    if isinstance(layout, Sharded):
         return _from_sharded(query, key, value, layout, key_layout, masks, need_weights, embed_dims)
     if layout is not None and (in_lists or is_nested):
         forms = "lists of tensors" if in_lists else "NestedTensors"

@@ -24,11 +24,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._warnings import warn
-from ...compiler import TracedShardedLayout, is_traced
+from ...compiler import is_traced
 from ...functional import varlen_attention
 from ...kernels.masks import Window, distances
 from ...layouts.known import SequenceLayout
-from ...layouts.protocol import Layout
+from ...layouts.protocol import Layout, Sharded
 from ...layouts.reading import owner_of
 from ...patching.forwards import is_context_parallel
 from ..transformers_private import supports_sdpa
@@ -203,7 +203,7 @@ def attention(
         call = call.with_defaults(is_causal)
         layouts, mask = _layouts_of_call(call, mask, cu_seq_lens_q, cu_seq_lens_k, position_ids)
     if layouts is not None and (mask is not None or position_bias is not None):
-        if getattr(layouts[0], "is_sharded", False):
+        if isinstance(layouts[0], Sharded):
             raise ValueError("a model with a mask or a position bias of its own can't run with mesh=: leave it out.")
         mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
         layouts = None
@@ -214,7 +214,7 @@ def _layouts_of_patch(call: _AttentionCall, mask: Tensor | None, offsets: Tensor
     """The layouts of a row that the patch has packed: the mask has it, or else the offsets do, as in a graph."""
     is_sharded = offsets.dim() == 0  # `ShardedLayout.handle`
     if is_traced(call.query):
-        traced: Any = TracedShardedLayout(offsets) if is_sharded else SequenceLayout.in_this_graph(offsets)
+        traced: Any = Sharded.in_graph(offsets) if is_sharded else SequenceLayout.in_this_graph(offsets)
         return traced, traced
     layout: Any = None if mask is None else owner_of(mask)
     if layout is None:  # the mask was copied
@@ -290,7 +290,7 @@ def _layouts_of_positions(
 
 def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
-    if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
+    if isinstance(layout, Sharded) and call.options.get("dropout"):
         raise ValueError(
             "attention dropout is not supported with mesh=: before the model is made, set attention_dropout, or "
             "attention_probs_dropout_prob in BERT, to 0 in its config."
