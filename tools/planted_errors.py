@@ -478,7 +478,7 @@ ERRORS = [
     Error(
         "keys before the padding count",
         "compat/_kv_cache.py",
-        "lengths - self.leftpad)",
+        "lengths - pad)",
         "lengths)",
         "compat",
     ),
