@@ -34,32 +34,13 @@ from .torch_private import FLASH_OPERATORS, schema_of
 
 NAME = "nt_attention"
 # The arguments of the operators. Where an operator has others, `activate` raises an error.
-_ARGUMENTS = {  # fmt: off
-    "grad_out",
-    "out",
-    "query",
-    "key",
-    "value",
-    "logsumexp",
-    "cum_seq_q",
-    "cum_seq_k",
-    "max_q",
-    "max_k",
-    "dropout_p",
-    "is_causal",
-    "return_debug_mask",
-    "rng_state",
-    "unused",
-    "philox_seed",
-    "philox_offset",
-    "scale",
-    "window_size_left",
-    "window_size_right",
-    "seqused_k",
-    "alibi_slopes",
-    "block_table",
-    "num_splits",
-}  # fmt: on
+# fmt: off
+_ARGUMENTS = {
+    "grad_out", "out", "query", "key", "value", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p",
+    "is_causal", "return_debug_mask", "rng_state", "unused", "philox_seed", "philox_offset", "scale",
+    "window_size_left", "window_size_right", "seqused_k", "alibi_slopes", "block_table", "num_splits",
+}
+# fmt: on
 _REFUSED = {
     "dropout_p": "pass 0",
     "return_debug_mask": "pass False",
@@ -107,17 +88,13 @@ class ActiveOperators:
         self._libraries.clear()
 
 
-def activate() -> ActiveOperators:
-    """Replace the operators on CUDA devices. PyTorch calls this function when the implementation is activated.
+def activate(backend: str = "token_tiled", device: str = "CUDA") -> ActiveOperators:
+    """Replace the operators on a type of device. PyTorch calls this function when the implementation is activated.
 
     Raises:
         RuntimeError: the operators of this version of PyTorch have other arguments.
     """
-    return replace_operators(FlashOperators(), "CUDA")
-
-
-def replace_operators(operators: FlashOperators, device: str) -> ActiveOperators:
-    """Let `operators` run PyTorch's flash attention operators on tensors of a device type, "CUDA" or in tests "CPU"."""
+    operators = FlashOperators(backend)
     for name in FLASH_OPERATORS.values():
         check_arguments(name)
     library = torch.library.Library("aten", "IMPL", device)

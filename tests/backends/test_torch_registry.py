@@ -185,7 +185,7 @@ class TestThroughTheDispatcher:
 
     @pytest.fixture(autouse=True)
     def replaced(self):
-        handle = torch_registry.replace_operators(FlashOperators("cpu"), "CPU")
+        handle = torch_registry.activate("cpu", "CPU")
         yield
         handle.remove()
         assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CPU")
