@@ -478,7 +478,7 @@ ERRORS = [
     Error(
         "keys before the padding count",
         "compat/_kv_cache.py",
-        "lengths - self.leftpad)",
+        "lengths - pad)",
         "lengths)",
         "compat",
     ),
@@ -730,15 +730,15 @@ ERRORS = [
     Error(
         "rows are not sorted",
         "_estimate.py",
-        "iter(sorted((row for batch in rows for row in batch), reverse=True))",
-        "iter([row for batch in rows for row in batch])",
+        "ordered = sorted((row for batch in rows for row in batch), reverse=True)",
+        "ordered = [row for batch in rows for row in batch]",
         "patch/test_estimate.py",
     ),
     Error(
         "packed calls run without the patch",
         "_estimate.py",
-        "        packed, packed_bytes = _rounds(timed, measured, seconds / 4, device)\n    calls = handle.calls\n",
-        "    packed, packed_bytes = _rounds(timed, measured, seconds / 4, device)\n    calls = handle.calls\n",
+        "        packed, packed_bytes = time_rounds(seconds / 4)\n    calls = handle.calls\n",
+        "    packed, packed_bytes = time_rounds(seconds / 4)\n    calls = handle.calls\n",
         "patch/test_estimate.py",
     ),
     Error(
