@@ -25,8 +25,8 @@ BACKENDS: dict[str, Backend] = {
     )
 }
 registered: tuple[Backend, ...] = ()  # replaced and never changed, so that threads can read it; a part of cache keys
-# Operators refer to a backend by its index in this list, from which none is removed: a backward may still run.
-_numbered: list[Backend] = list(BACKENDS.values())
+# The forward of a graph returns the index of its backend in this list, from which none is removed.
+_numbered: list[Backend] = []
 _lock = threading.Lock()
 
 
@@ -104,7 +104,6 @@ def register_backend(backend: Backend) -> BackendHandle:
     support.as_documented.add(name)
     added = _checked(backend)
     with _lock:
-        _numbered.append(added)
         registered = (*registered, added)
     return BackendHandle(added)
 
@@ -137,7 +136,10 @@ def backends() -> dict[str, Backend]:
 
 def number_of(backend: Backend) -> int:
     """The number of a backend for `find_by_number`."""
-    return _numbered.index(backend)
+    with _lock:
+        if backend not in _numbered:
+            _numbered.append(backend)
+        return _numbered.index(backend)
 
 
 def find_by_number(number: int) -> Backend:
