@@ -131,6 +131,8 @@ is_legacy_mapped = _find("torch._C._functorch.is_legacy_batchedtensor", lambda t
 unwrapped = functools.partial(torch.func.debug_unwrap, recurse=False)
 pytree = _find("torch.utils._pytree")
 is_jit_tracing = _find("torch.jit.is_tracing")
+transforms = _find("torch._C._functorch.get_interpreter_stack", lambda: None)  # those of torch.func that are active
+GRAD = _find("torch._C._functorch.TransformType.Grad")
 is_any_autocast_enabled = _find("torch._C._is_any_autocast_enabled", lambda: True)
 
 
