@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from .torch_private import (
-    GRAD,
     PRE_DISPATCH,
     FakeTensor,
     constant_in_graphs,
@@ -27,7 +26,6 @@ from .torch_private import (
     is_dispatched,
     is_jit_tracing,
     is_legacy_mapped,
-    is_mapped,
     is_output_of_cuda_graph,
     is_transformed,
     proxy_mode,
@@ -241,7 +239,7 @@ def refuse_transforms(*grads: Tensor | None) -> None:
 
 @constant_in_graphs  # torch.compile enters transforms while it traces them
 def _is_in_unknown_transform() -> bool:
-    return forward_ad_level() >= 0 or (is_transformed() and any(x.key() != GRAD for x in transforms() or ()))
+    return forward_ad_level() >= 0 or (is_transformed() and any(x.key().name != "Grad" for x in transforms() or ()))
 
 
 @inline_only
@@ -273,7 +271,7 @@ def check_readable(tensor: Tensor, name: str) -> None:
 def is_in_vmap(tensor: Tensor) -> bool:
     """Whether torch.vmap maps over a dimension of the tensor."""
     while (inner := unwrapped(tensor)) is not tensor:
-        if is_mapped(tensor):
+        if inner.dim() != tensor.dim():  # other transforms keep the dimensions
             return True
         tensor = inner
     return False
