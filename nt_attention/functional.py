@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Unpack, get_type_hints, overload
 import torch
 from torch import Tensor
 
-from .compiler import EAGER, TRACED, call_mode, is_compiling
+from .compiler import EAGER, TRACED, call_mode, is_compiling, refuse_tracers
 from .kernels.adapters import Tensors
 from .kernels.autograd import run
 from .kernels.backend import Backend
@@ -111,8 +111,8 @@ def varlen_attention(
 
     The call needs no sync for packed tensors. For NestedTensors it syncs once for each offsets tensor that was not read
     before. Under autocast, query, key and value are cast as in `scaled_dot_product_attention`; nothing else is cast.
-    Second derivatives, forward-mode AD, batches of gradients (`is_grads_batched=True`, `torch.func.jacrev`) and
-    `torch.vmap` over `torch.func.grad` need `backend="reference"`.
+    Second derivatives, forward-mode AD, `is_grads_batched=True`, and transforms other than `torch.func.grad`, such as
+    `torch.vmap`, need `backend="reference"`. `torch.jit.trace` and `make_fx` are refused.
 
     Args:
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
@@ -357,7 +357,7 @@ def _check(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, opti
         if is_compiling():
             graph_break(f"{_NO_OPERATOR}, so it runs outside of the graph")
         else:
-            raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")
+            raise ValueError(f"{_NO_OPERATOR}, so it can't run on FakeTensors: pass tensors with values.")
     call = Call(arguments.layout, arguments.key_layout, None, spec, None, arguments.relative)
     return _Checked(spec, choose_for(call, backend), {})
 
@@ -393,6 +393,8 @@ def _read(
         mode = call_mode(query, key, value)
     else:
         mode = call_mode(query, key, value)
+        if mode == TRACED:
+            refuse_tracers()
         if isinstance(layout, TreeLayout) and mode != EAGER:  # operators have no trees
             layout.check_keys(key, value)
             key, value = layout.expand_keys(key, value)

@@ -193,8 +193,7 @@ def _backward(*given: Any) -> _Gradients:
         call, choice = _cached_call(arguments, (), lambda call: select_in_operator(call, arguments.backend))
     else:
         number = int(selected)
-        since = ("backward", number, registry.state.version)
-        call, choice = _cached_call(arguments, since, lambda call: select_again(call, number))
+        call, choice = _cached_call(arguments, ("backward", number), lambda call: select_again(call, number))
     call = call._replace(head_dims=choice.head_dims, is_direct=choice.is_direct)
     query, key, value, *of_biases = adapters.backward(choice.backend, saved, inputs, call)
     return query, key, value, of_biases

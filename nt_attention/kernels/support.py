@@ -23,7 +23,7 @@ from .call import AttentionSpec
 from .measurements import dims_of
 
 uses_results: ContextVar[bool] = ContextVar("nt_attention_verified_support", default=True)
-_as_documented: set[str] = set()
+as_documented: set[str] = set()  # registered backends, which support what they document, also on verified GPUs
 BY_HEAD_DIMS = frozenset({"value dim"})  # features that are verified as pairs of head dims, such as "192/128"
 
 
@@ -108,17 +108,9 @@ def verified_on(capability: tuple[int, int]) -> VerifiedSupport | None:
     return VerifiedSupport(table["gpu"], table["versions"], table["results"])
 
 
-def support_as_documented(name: str) -> None:
-    """Let the backends of this name support what they document, also on verified GPUs. For backends of others.
-
-    It holds after the backend was removed, because a backward may still run.
-    """
-    _as_documented.add(name)
-
-
 def _verified(backend: Backend, device: torch.device) -> VerifiedSupport | None:
     """`verified_for` this backend."""
-    return None if backend.is_reference or backend.name in _as_documented else verified_for(device)
+    return None if backend.is_reference or backend.name in as_documented else verified_for(device)
 
 
 def verified_for(device: torch.device) -> VerifiedSupport | None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compiler import check_readable, is_compiling, is_traced, is_tracing, refuse_jit_trace
+from ..compiler import check_readable, is_compiling, is_traced, is_tracing, refuse_tracers
 from . import nested as nested_tensors
 from .bounded import BoundedLayout
 from .protocol import Layout, Sharded
@@ -145,7 +145,7 @@ class SequenceLayout(Layout):
         layout has a copy of the offsets. So an in-place change of `offsets` does not change it, and the next call reads
         them again. On a GPU, writes to `offsets.data` are not detected, because PyTorch does not record them.
 
-        Under torch.compile, torch.export and make_fx, the lengths are not read while the graph is traced. They are read
+        Under torch.compile and torch.export, the lengths are not read while the graph is traced. They are read
         when the graph runs.
 
         With both bounds, offsets on a GPU are never read by the host. Such a call can be captured in a CUDA graph, and
@@ -175,7 +175,7 @@ class SequenceLayout(Layout):
             >>> nta.SequenceLayout.from_offsets(torch.tensor([0, 2, 2, 5])).lengths
             tensor([2, 0, 3])
         """
-        refuse_jit_trace()
+        refuse_tracers()
         if max_tokens is not None and max_seqlen is None:
             raise ValueError(f"max_tokens={max_tokens} needs max_seqlen, the bound of the longest sequence.")
         if max_seqlen is not None and max_tokens is not None and isinstance(offsets, Tensor) and not offsets.is_cpu:
@@ -256,7 +256,7 @@ class SequenceLayout(Layout):
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).offsets
             tensor([0, 2, 2, 5])
         """
-        refuse_jit_trace()
+        refuse_tracers()
         if isinstance(lengths, Tensor):
             check_readable(lengths, "lengths")
         with creating_cached_tensors():
@@ -680,7 +680,7 @@ class SequenceLayout(Layout):
 
     def _check_usable(self, tensor: object, name: str) -> None:
         """Check that `tensor` is a plain tensor on this layout's device."""
-        refuse_jit_trace()
+        refuse_tracers()
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
         if tensor.is_nested:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler import can_be_read, is_traced, refuse_jit_trace
+from ..compiler import can_be_read, is_traced, refuse_tracers
 from ..kernels.call import MaskMod, ScoreMod
 from ..layouts.known import SequenceLayout, layout_of_padding, unwrap_each
 from ..layouts.protocol import Layout, Sharded
@@ -173,7 +173,7 @@ def read_inputs(
     """
     in_lists = isinstance(query, (list, tuple))
     if in_lists:
-        refuse_jit_trace()
+        refuse_tracers()
     elif not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if not isinstance(x[1], Tensor))
         raise TypeError(f"query, key and value must be tensors or lists of tensors; {name} is {type(other).__name__}.")
