@@ -29,10 +29,9 @@ from .attention_code import make_cached_tensors
 from .differences import tell_differences
 from .graphs import BoundedPacking, run_as_graph
 from .inputs import default_position_ids, read_packing, tokens_to_keep
-from .outputs import UnknownOutputError, pad_later, pad_outputs
+from .outputs import PaddedPacking, UnknownOutputError, pad_later, pad_outputs
 from .packing import Packing
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch
-from .small_batches import PaddedPacking
 
 if TYPE_CHECKING:
     from ...patching.forwards import Handle
