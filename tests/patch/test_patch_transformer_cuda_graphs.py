@@ -130,10 +130,10 @@ def test_reasons():
         other.eval().layers[1].linear1.register_forward_hook(lambda module, args, out: out * 2)
         assert_same(got, other(x, src_key_padding_mask=padding), TOLERANCE)
     reasons = " ".join(map(str, handle.graphs.calls))
-    for text in ("gradients are enabled", "training mode", "forward hooks"):
+    for text in ("gradients are enabled", "training mode"):
         assert text in reasons
     assert len(handle.graphs) == 0
-    assert handle.graphs.calls.total() == 3  # the attention of a layer is no call of its own
+    assert handle.graphs.calls.total() == 2  # the attention of a layer is no call of its own, with hooks nothing packs
 
 
 def test_fallback_runs_without_a_graph():

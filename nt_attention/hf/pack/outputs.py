@@ -103,9 +103,8 @@ def pad_outputs(
 @outside_of_graphs
 def pad_later(out: ModelOutput, padding: Padding) -> None:
     """Let outputs (1, T, …) that a CUDA graph has computed beside a loss be padded when they are read."""
-    if out.get("loss") is not None:
-        for name in [name for name in out if name not in families.OTHER_OUTPUTS]:
-            _pad_tokens(out, name, padding, later=True)
+    for name in [name for name in out if name not in families.OTHER_OUTPUTS]:
+        _pad_tokens(out, name, padding, later=True)
 
 
 def _pad_tokens(out: ModelOutput, name: str, padding: Padding, later: bool) -> None:

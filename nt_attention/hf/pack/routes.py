@@ -337,16 +337,17 @@ class AsGraph:
                 raise NotCapturedError("its convolutions along the row are not supported there")
             arguments = {**call.arguments, "return_dict": True}
             head = call.entry.head
-            out, sizes, padding = run_as_graph(
+            out, read = run_as_graph(
                 graphs, call.model, arguments, is_compiled, head, self._returns_cache, self._run_packed
             )
         except NotCapturedError as error:
             graphs.count(str(error))
             raise
-        call.tell_differences(padding)
+        call.tell_differences(read)
         graphs.count(None)
-        call.entry.handle.count(None, sizes.sequences * sizes.longest, sizes.tokens)
-        pad_later(out, padding)
+        call.entry.handle.count(None, read.is_token.size, read.sizes.tokens)
+        if out.get("loss") is not None:
+            pad_later(out, read.packing(out["loss"].device))
         as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
         return out if as_dict else out.to_tuple()
 
