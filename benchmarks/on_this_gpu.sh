@@ -77,8 +77,6 @@ part_compiled_bert() { keep compiled_bert benchmarks/compiled_models.py bert; }
 part_compiled_modernbert() { keep compiled_modernbert benchmarks/compiled_models.py modernbert; }
 part_compiled_llama() { keep compiled_llama benchmarks/compiled_models.py llama; }
 part_compiled_encoder() { keep compiled_encoder benchmarks/compiled_models.py encoder; }
-part_small_batches() { keep small_batches benchmarks/small_batches.py --rounds 7; }
-part_small_batches_always() { keep small_batches_always benchmarks/small_batches.py --packing always --rounds 5; }
 part_cuda_graphs() { keep cuda_graphs benchmarks/cuda_graphs.py --parts speed torch --compiled --rounds 25; }
 part_cuda_graphs_batches() {
   keep cuda_graphs_batches benchmarks/cuda_graphs.py --parts batches replays
@@ -112,7 +110,7 @@ part_several_gpus_training() { several context_parallel_training; }
 part_tests() { keep pytest_gpu -m pytest -m gpu -q -rfEs --tb=short -n "$jobs" -p no:cacheprovider tests; }
 
 all=(backends head_dims host modules models more_models relative_bias hybrids)
-all+=(compiled_bert compiled_modernbert compiled_llama compiled_encoder small_batches small_batches_always)
+all+=(compiled_bert compiled_modernbert compiled_llama compiled_encoder)
 all+=(cuda_graphs cuda_graphs_batches training_graphs_128 training_graphs_512 training_graphs_modernbert)
 all+=(paged paged_grid trees embeddings tests)
 [ "$gpus" -gt 1 ] && all+=(several_gpus several_gpus_training)

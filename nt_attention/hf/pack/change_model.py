@@ -197,7 +197,7 @@ def make_padding_free(
         defaults, takes_any = _arguments(entry)
         is_base = families.base_model(entry) is entry
         first = (padding_id(base) or 0) + 1 if plan.positions == "ids" else 0
-        size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
+        size = Size.of(entry, first) if may_run_padded else None
         return PackedCall(
             handle=handle,
             plan=plan,

@@ -27,7 +27,7 @@ from .inputs import arguments_of
 from .routes import AsGraph, ModelCall, Packed, Unpatched, passing_rows, run_route
 from .rules import AFTER_GRAPH, BEFORE_GRAPH, route_of
 from .shared_prefixes import IS_COMPILED, run_shared
-from .small_batches import Size, costs_of, may_run_padded
+from .small_batches import Size, is_measured, may_run_padded
 
 PackingMode = Literal["auto", "always"]
 
@@ -178,7 +178,7 @@ class PackedCall:
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
         if call.compiler is not None or self.size is None or tokens is None or is_compared():
             return False
-        if (costs := costs_of(tokens.device)) is None or not may_run_padded(arguments):
+        if not is_measured(tokens.device) or not may_run_padded(arguments):
             return False
         if not can_be_read(arguments["attention_mask"]):  # as on a CPU: an error says what to do
             return False
@@ -187,10 +187,8 @@ class PackedCall:
         device_type = tokens.device.type
         is_autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if is_autocast else parameter.dtype
-        # a checkpoint runs forwards without and with gradients, which must draw the same random numbers
-        training = base.training or torch.is_grad_enabled()
         rows, length = tokens.shape[:2]
-        return self.size.is_too_small(rows, length, dtype, costs, training)
+        return self.size.is_too_small(rows, length, dtype.itemsize)
 
     def keeps_apart(self, model: PreTrainedModel) -> bool:
         """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""

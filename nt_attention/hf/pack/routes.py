@@ -29,10 +29,9 @@ from .attention_code import make_cached_tensors
 from .differences import tell_differences
 from .graphs import BoundedPacking, run_as_graph
 from .inputs import default_position_ids, read_packing, tokens_to_keep
-from .outputs import UnknownOutputError, pad_later, pad_outputs
+from .outputs import PaddedPacking, UnknownOutputError, pad_later, pad_outputs
 from .packing import Packing
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch
-from .small_batches import PaddedPacking
 
 if TYPE_CHECKING:
     from ...patching.forwards import Handle
@@ -336,16 +335,17 @@ class AsGraph:
                 raise NotCapturedError("its convolutions along the row are not supported there")
             arguments = {**call.arguments, "return_dict": True}
             head = call.entry.head
-            out, sizes, padding = run_as_graph(
+            out, read = run_as_graph(
                 graphs, call.model, arguments, is_compiled, head, self._returns_cache, self._run_packed
             )
         except NotCapturedError as error:
             graphs.count(str(error))
             raise
-        call.tell_differences(padding)
+        call.tell_differences(read)
         graphs.count(None)
-        call.entry.handle.count(None, sizes.sequences * sizes.longest, sizes.tokens)
-        pad_later(out, padding)
+        call.entry.handle.count(None, read.is_token.size, read.sizes.tokens)
+        if out.get("loss") is not None:
+            pad_later(out, read.packing(out["loss"].device))
         as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
         return out if as_dict else out.to_tuple()
 
