@@ -178,6 +178,12 @@ class PackedCall:
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
         if call.compiler is not None or self.size is None or tokens is None or is_compared():
             return False
+        if (
+            self.handle.graphs is not None
+            and self.first_batches is not None
+            and not self.first_batches.is_settled(call)
+        ):
+            return False  # it is compared first, so that later calls run as graphs
         if not is_measured(tokens.device) or not may_run_padded(arguments):
             return False
         if not can_be_read(arguments["attention_mask"]):  # as on a CPU: an error says what to do
