@@ -178,11 +178,8 @@ class PackedCall:
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
         if call.compiler is not None or self.size is None or tokens is None or is_compared():
             return False
-        if (
-            self.handle.graphs is not None
-            and self.first_batches is not None
-            and not self.first_batches.is_settled(call)
-        ):
+        first = self.first_batches
+        if self.handle.graphs is not None and first is not None and not first.is_settled(call):
             return False  # it is compared first, so that later calls run as graphs
         if not is_measured(tokens.device) or not may_run_padded(arguments):
             return False
