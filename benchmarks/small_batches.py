@@ -24,9 +24,9 @@ import transformers
 from by_turns import reserve_memory, show, wall_clock_ms
 from torch import Tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+from workloads import draw_lengths
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = (torch.device("cuda"), torch.bfloat16) if GPU else (torch.device("cpu"), torch.float32)

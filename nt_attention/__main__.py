@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import io
 import os
 import shlex
@@ -15,11 +14,10 @@ from . import __version__
 from .kernels.measurements import package_version
 
 COMMANDS = {
-    "bench": "compare and time every backend, padded SDPA and NestedTensor SDPA",
+    "bench": "time every backend, padded SDPA and NestedTensor SDPA on your lengths",
     "check": "verify the backends on this machine against float64",
     "estimate": "measure whether patch would make a Hugging Face model faster on your texts or lengths",
     "run": "run a program in which every Hugging Face model is patched",
-    "kernel": "write a folder from which transformers loads this library as a kernel of flash attention",
     "tune": "measure the expected times of the backends on this GPU, by which auto selects",
 }
 
@@ -28,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name, and return the exit status.
 
     Raises:
-        SystemExit: status 2 for invalid arguments, or if a package that the command needs is not installed.
+        SystemExit: status 2 for invalid arguments.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
@@ -42,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.set_defaults(error=command.error, command_line=shlex.join(["python", "-m", "nt_attention", *arguments]))
         if arguments[:1] == [name]:  # the modules of the other commands are not imported
-            if importlib.util.find_spec("rich") is None:
-                command.error(f"{name} needs rich: pip install 'nt-attention[cli]'")
-            importlib.import_module(f".cli.{name.replace('-', '_')}", __package__).add_arguments(command)
+            importlib.import_module(f".cli.{name}", __package__).add_arguments(command)
     options = parser.parse_args(arguments)
     if options.version:
         found = {name: package_version(name) for name in ("torch", "transformers", "triton")}
@@ -54,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sep=", ",
         )
         return 0
-    command_name = (options.command or "environment").replace("-", "_")
-    status: int = importlib.import_module(f".cli.{command_name}", __package__).main(options)
+    status: int = importlib.import_module(f".cli.{options.command or 'environment'}", __package__).main(options)
     return status
 
 

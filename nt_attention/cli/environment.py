@@ -56,13 +56,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def minutes(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number of minutes > 0, got {text!r}")
-
-
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or the name of the CPU and the number of torch's threads."""
     if device.type == "cuda":
