@@ -15,7 +15,7 @@ from .kernels.measurements import package_version
 
 COMMANDS = {
     "bench": "time every backend, padded SDPA and NestedTensor SDPA on your lengths",
-    "check": "verify the backends on this machine against float64",
+    "check": "compare every backend on this machine with the reference in float64",
     "estimate": "measure whether patch would make a Hugging Face model faster on your texts or lengths",
     "run": "run a program in which every Hugging Face model is patched",
     "tune": "measure the expected times of the backends on this GPU, by which auto selects",
@@ -23,11 +23,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name, and return the exit status.
-
-    Raises:
-        SystemExit: status 2 for invalid arguments.
-    """
+    """Run the command that the arguments name, and return the exit status. Invalid ones raise a SystemExit of 2."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         prog="python -m nt_attention", description="Without a command: print the environment and every backend's state."
@@ -35,20 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="print the versions of this and its packages, and exit")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, description in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=description, description=description[0].upper() + description[1:] + "."
-        )
+        command = commands.add_parser(name, help=description, description=f"{description.capitalize()}.")
         command.set_defaults(error=command.error, command_line=shlex.join(["python", "-m", "nt_attention", *arguments]))
         if arguments[:1] == [name]:  # the modules of the other commands are not imported
             importlib.import_module(f".cli.{name}", __package__).add_arguments(command)
     options = parser.parse_args(arguments)
     if options.version:
-        found = {name: package_version(name) for name in ("torch", "transformers", "triton")}
-        print(
-            f"nt_attention {__version__}",
-            *[f"{name} {version}" for name, version in found.items() if version],
-            sep=", ",
-        )
+        names = [name for name in ("torch", "transformers", "triton") if package_version(name)]
+        print(f"nt_attention {__version__}", *(f"{name} {package_version(name)}" for name in names), sep=", ")
         return 0
     status: int = importlib.import_module(f".cli.{options.command or 'environment'}", __package__).main(options)
     return status

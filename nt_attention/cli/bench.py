@@ -14,7 +14,7 @@ import torch
 from ..kernels.call import OPTIONS
 from ..kernels.measurements import versions
 from ..kernels.registry import backends
-from ..kernels.select import SlowBackendWarning, available_backends
+from ..kernels.select import SlowBackendWarning
 from . import timing
 from .calls import (
     DISTRIBUTIONS,
@@ -26,7 +26,7 @@ from .calls import (
     draw_lengths,
     padded,
 )
-from .environment import device_name, devices, positive
+from .environment import backends_of, device_name, devices, positive
 
 NAMES = ("is_causal", "window_size", "softcap", "deterministic", "batch_invariant")  # of options
 SDPA = {"padded SDPA": padded}  # benchmarks/backends.py adds another
@@ -88,7 +88,8 @@ def bench(workloads: Iterable[Workload], options: argparse.Namespace, command: s
         torch.cuda.set_device(device)
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"`{command}`\n\n{device_name(device)}; {packages}; {dtype}. {LEGEND}")
-    names = sorted(options.backends or ["auto", *available(device)], key=lambda name: name != "auto")
+    able = [name for name in backends_of(device) if name != "reference"]
+    names = sorted(options.backends or ["auto", *able], key=lambda name: name != "auto")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowBackendWarning)  # the table shows which backend "auto" selects
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
@@ -99,12 +100,6 @@ def bench(workloads: Iterable[Workload], options: argparse.Namespace, command: s
             print("", *of_workload, sep="\n")
             notes += of_workload
     return int(any(": failed: " in note for note in notes))
-
-
-def available(device: torch.device) -> list[str]:
-    """The backends that can run on the device, without the slow reference."""
-    found = [backends()[name] for name, reason in available_backends().items() if reason is None]
-    return [each.name for each in found if each.device_type in (None, device.type) and not each.is_reference]
 
 
 def print_table(names: list[str], inputs: CaseInputs, passes: tuple[bool, ...]) -> list[str]:

@@ -173,7 +173,11 @@ def padded(inputs: CaseInputs) -> PreparedCall:
     if inputs.grad.is_cuda and layout.batch_size > MAX_SEQUENCES:
         raise NotSupportedError(f"SDPA reads invalid memory with {layout.batch_size} padded sequences.")
     has_mask = not (window.is_causal or (window.is_open and layout.min_seqlen == layout.max_seqlen))
-    mask = _padding_mask(inputs) if has_mask else None
+    mask = None
+    if has_mask:  # the visible keys: (B, 1, 1, L), or (B, 1, L, L) with a window, where padding sees all real keys
+        real = torch.arange(layout.max_seqlen, device=q.device) < layout.lengths[:, None, None]
+        visible = window.visible(distances(layout.max_seqlen, layout.max_seqlen, 0, q.device))
+        mask = (real if visible is None else real & (visible | ~real.mT)).unsqueeze(1)
     q, k, v, grad = (layout.pad(x.detach()).transpose(1, 2) for x in (*inputs.qkv, inputs.grad))
     leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
     options: dict[str, Any] = {"attn_mask": mask, "scale": inputs.options.get("scale")}
@@ -184,11 +188,3 @@ def padded(inputs: CaseInputs) -> PreparedCall:
         return F.scaled_dot_product_attention(q, key, value, **options)
 
     return PreparedCall(attend, leaves, grad, lambda x: layout.pack(x.transpose(1, 2)))
-
-
-def _padding_mask(inputs: CaseInputs) -> Tensor:
-    """The visible keys: (B, 1, 1, L), or (B, 1, L, L) with a window. Padded queries see all real keys."""
-    longest, device = inputs.layout.max_seqlen, inputs.grad.device
-    real = torch.arange(longest, device=device) < inputs.layout.lengths[:, None, None]
-    visible = inputs.window.visible(distances(longest, longest, 0, device))
-    return (real if visible is None else real & (visible | ~real.mT)).unsqueeze(1)

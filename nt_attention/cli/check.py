@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels import registry
 from ..kernels.measurements import versions
 from .calls import CAUSAL, CaseInputs, NotSupportedError, Workload, attention, chosen
-from .environment import device_name, devices
+from .environment import backends_of, device_name, devices
 
 # The largest L2 error of out and of each gradient, relative to its norm.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
         if missing := backends[name].missing():
             options.error(f"{name} is not available: {missing}")
     print(f"{device_name(device)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
-    for name in options.backends or [name for name in backends if name != "reference" and not backends[name].missing()]:
+    for name in options.backends or [name for name in backends_of(device) if name != "reference"]:
         for dtype in (each for each in TOLERANCE if each in (backends[name].dtypes or TOLERANCE)):
             found = {"right": list[str](), "not right": list[str]()}
             for workload in workloads(options.which):

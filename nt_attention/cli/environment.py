@@ -41,6 +41,12 @@ def devices() -> list[str]:
     return [*(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus)), "cpu"]
 
 
+def backends_of(device: torch.device) -> list[str]:
+    """The backends that can run on a device."""
+    backends = registry.backends().values()
+    return [each.name for each in backends if each.device_type in (None, device.type) and each.missing() is None]
+
+
 def output_file(text: str) -> Path:
     file = Path(text)
     with suppress(OSError):

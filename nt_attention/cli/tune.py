@@ -124,12 +124,12 @@ def tune(header: dict[str, Any], before: dict[str, Any], file: Path, seconds: fl
             break
         measured = measure(dtype, dims, kind, device)
         for direction in {direction for direction, _ in measured}:
-            costs.setdefault(name_of(dtype), {}).setdefault(direction, {}).setdefault(kind, {}).pop(dims, None)
+            costs.setdefault(name_of(dtype), {}).setdefault(direction, {}).setdefault(kind, {})[dims] = {}
         for (direction, name), rows in measured.items():
             numbers, median, largest = fit(rows)
             where = f"{name_of(dtype)} {direction} {kind} {dims} {name}"
             errors[where] = (round(median, 3), round(largest, 3))
-            costs[name_of(dtype)][direction][kind].setdefault(dims, {})[name] = numbers
+            costs[name_of(dtype)][direction][kind][dims][name] = numbers
             print(f"{where:<52} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
         content = header | {"error of the fit (median, largest)": errors, "costs": costs}
         unfinished = file.with_suffix(".unfinished")
@@ -207,23 +207,20 @@ def measure(
 
 def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:
     """The numbers of the cost model, and the median and the largest of the relative errors of the fit."""
-    table = np.array(rows)
-    times, numbers_of = table[:, 0], table[:, 1:]
-    numbers = nonnegative_least_squares(numbers_of / times[:, None], np.ones(len(times)))
-    off = np.abs(numbers_of @ numbers / times - 1)
+    times, *of_calls = np.array(rows).T
+    relative = np.array(of_calls).T / times[:, None]
+    numbers = nonnegative_least_squares(relative, np.ones(len(times)))
+    off = np.abs(relative @ numbers - 1)
     return [float(f"{x:.5g}") for x in numbers], float(np.median(off)), float(off.max())
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The x ≥ 0 that minimizes ‖a x − b‖. It has few columns, so all sets of those with x > 0 are tried."""
-    best, least = np.zeros(a.shape[1]), float(b @ b)
+    best = np.zeros(a.shape[1])
     scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
-    for size in range(1, a.shape[1] + 1):
-        for columns in itertools.combinations(range(a.shape[1]), size):
-            part = a[:, columns] / scale[list(columns)]
-            x = np.linalg.lstsq(part, b, rcond=None)[0]
-            error = float(np.square(part @ x - b).sum())
-            if (x >= 0).all() and error < least:
-                best, least = np.zeros(a.shape[1]), error
-                best[list(columns)] = x / scale[list(columns)]
+    for chosen_columns in itertools.product((False, True), repeat=a.shape[1]):
+        x, columns = np.zeros(a.shape[1]), np.array(chosen_columns)
+        x[columns] = np.linalg.lstsq(a[:, columns] / scale[columns], b, rcond=None)[0] / scale[columns]
+        if (x >= 0).all() and np.linalg.norm(a @ x - b) < np.linalg.norm(a @ best - b):
+            best = x
     return best

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from nt_attention.__main__ import main
-from nt_attention.cli import bench, timing
+from nt_attention.cli import timing
 from nt_attention.cli.calls import (
     CAUSAL,
     DISTRIBUTIONS,
@@ -91,11 +91,12 @@ def test_bench_prints_a_markdown_table(run):
             assert ratio == both_ratio == "1.00"
 
 
-def test_bench_runs_all_available_backends_by_default(monkeypatch):
-    missing = {"token_tiled": "needs Triton.", "torch_flash": None, "cpu": None, "reference": None}
-    monkeypatch.setattr(bench, "available_backends", lambda: missing)
-    assert bench.available(CPU) == ["cpu"]
-    assert bench.available(torch.device("cuda")) == ["torch_flash"]
+def test_bench_runs_all_available_backends_by_default(capsys):
+    main(["bench", "--device", "cpu", "--lengths", "5,3", "--forward-only"])
+    rows = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert (rows[2], rows[-1]) == ("auto", "padded")
+    assert "cpu" in rows
+    assert "reference" not in rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from soak_tools import FORMS, OF_KEYS, OF_QUERIES, TOLERANCES
 
-from nt_attention.cli.environment import device_name, devices, positive
+from nt_attention.cli.environment import backends_of, device_name, devices, positive
 from nt_attention.kernels import registry
 from nt_attention.kernels.backend import Backend
 from nt_attention.kernels.relative import TERMS
@@ -223,8 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=devices(), default=devices()[0])
     parser.add_argument("--backends", nargs="+", choices=list(registry.backends()), help="default: all but reference")
     options = parser.parse_args(arguments)
-    names = options.backends or able_backends(options.device)
-    device, rows = torch.device(options.device), {name: Row() for name in names}
+    device = torch.device(options.device)
+    names = options.backends or [name for name in backends_of(device) if name != "reference"]
+    rows = {name: Row() for name in names}
     end = time.monotonic() + 60 * options.minutes
     before, grown = None, ""
     same = DRAWS_OF_A_KERNEL if device.type == "cuda" else 1
@@ -246,11 +247,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grown = f"memory grew: tensors and bytes on the GPU were {before} after {WARM_UP} draws, and are {after} now."
         print(grown)
     return int(bool(grown) or any(row.failed for row in rows.values()))
-
-
-def able_backends(device: str) -> list[str]:
-    found = [each for name, each in registry.backends().items() if name != "reference" and not each.missing()]
-    return [each.name for each in found if each.device_type in (None, torch.device(device).type)]
 
 
 def held(device: torch.device) -> tuple[int, int]:
