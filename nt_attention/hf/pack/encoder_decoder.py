@@ -194,17 +194,17 @@ class PackedSides(Packed):
     def run(self) -> Any:
         """Run the call."""
         model, arguments = self.call.model, dict(self.call.arguments)  # copied as in `Packed.run`
-        known = (model, *self.call.inner)
+        packed = (model, *self.call.inner)
         as_dict = arguments.pop("return_dict", model.config.return_dict)
         encoded = arguments.pop("encoder_outputs", None)
         if encoded is None:
             row, inputs = self._pack_source(arguments)
-            with running(row=row, known=known):
+            with running(row=row, packed=packed):
                 encoded = model.get_encoder()(**inputs)
         else:
             encoded = _packed_outputs(encoded, self.packing.source)
         row, inputs = self._pack_target(arguments)
-        with running(row=row, known=known):
+        with running(row=row, packed=packed):
             out = self.call.original(**inputs, encoder_outputs=encoded)
         of_source = [name for name in out if name in OF_SOURCE]
         pad_outputs(out, self.packing.source, names=of_source)

@@ -18,9 +18,10 @@ from .. import families
 from ..families import Family
 from ..plan import Head, Plan
 from ..route.attention import NAME_OVER, NAMES, register
+from ..route.by_name import why_rows_mixed
 from ..route.hand_packed import refuse_packed_rows
 from ..route.packed_mask import PackedMask, is_bypass_mask
-from ..route.packed_row import current_row, has_known_rows, is_compared, rows_of_head
+from ..route.packed_row import current_row, is_compared, rows_of_head, runs_packed
 from ..transformers_private import attention_of
 from .inputs import arguments_of
 from .routes import AsGraph, ModelCall, Packed, Unpatched, passing_rows, run_route
@@ -57,6 +58,7 @@ class SequenceHeadCall:
             )
         call = ModelCall(self, model, original, args, kwargs, arguments, active_compiler())
         if (reason := self._why_padded(call)) is not None:
+            refuse_packed_rows(model, arguments, f"this call can't run packed: {reason}")
             self.handle.fall_back(reason)
             return Unpatched(call).run()
         with passing_rows(call):
@@ -150,7 +152,7 @@ class PackedCall:
     @inline_only
     def _is_packed_by_head(self, model: PreTrainedModel) -> bool:
         """Whether the head has packed the batch, though it passes no mask to its base model."""
-        return self.is_base and self.needs_row and current_row() is not None and has_known_rows(model)
+        return self.is_base and self.needs_row and runs_packed(model)
 
     # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
     @outside_of_graphs
@@ -193,7 +195,7 @@ class PackedCall:
     def keeps_apart(self, model: PreTrainedModel) -> bool:
         """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""
         is_ours = self.is_routed and attention_of(model.config) in NAMES
-        return is_ours and not self.needs_row
+        return is_ours and not self.needs_row and why_rows_mixed(model) is None
 
     @inline_only
     def run_row(self, model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -146,14 +146,12 @@ class Unpatched:
     def run(self) -> Any:
         """Run the call."""
         call = self.call
-        known: dict[str, Any] = {}
-        if "position_ids" in call.arguments or "cu_seq_lens_q" in call.arguments:
-            known = {"known": ()}
-        elif call.inner and not call.is_inner:  # else the model around it may know more
-            known = {"known": (call.model, *call.inner)}
-        if not call.is_inner:
-            known |= {"small": self.small}
-        with running(row=None, padded=True, unpatched=call.inner, **known):
+        # Attention keeps rows apart that the caller packed, where the entry lets them pass.
+        names_sequences = not families.ROW_INPUTS.isdisjoint(call.arguments) or "position_ids" in call.arguments
+        of_call: dict[str, Any] = {}
+        if not call.is_inner:  # else the model around it knows more
+            of_call = {"small": self.small, "padded": not (names_sequences and call.entry.keeps_apart(call.model))}
+        with running(row=None, unpatched=call.inner, **of_call):
             return call.original(*call.args, **call.kwargs)
 
 
@@ -246,7 +244,7 @@ class Packed:
         if kept is not None:
             packed["logits_to_keep"] = kept[0].flatten()
         row = PackedRow(packing.layout, packed["position_ids"], packing.length)
-        with running(row=row if entry.needs_row else None, known=(call.model, *call.inner), small=None):
+        with running(row=row if entry.needs_row else None, packed=(call.model, *call.inner), small=None):
             out = entry.run_row(call.model, call.original, packed)
         self._finish_loss(out, share)
         self._restore(out, kept)

@@ -33,6 +33,7 @@ from ...layouts.reading import owner_of
 from ...patching.forwards import is_context_parallel
 from ..transformers_private import supports_sdpa
 from . import masks, positions
+from .by_name import counts_positions
 from .dropout import rate_of
 from .packed_mask import CannotMaskError, PackedMask, is_bypass_mask
 from .packed_row import SmallCall, current_row, small_call_of, why_no_row
@@ -239,11 +240,10 @@ def _layouts_of_call(
         forward_token, mask = mask, None
     if cu_seq_lens_q is not None:
         layouts = _layouts_of_offsets(call, cu_seq_lens_q, cu_seq_lens_k, traced, forward_token)
+        if not traced and counts_positions(getattr(call.module, "config", None)):
+            _check_positions(call, ids, layouts[0])
     elif ids is not None and not ids.is_meta and _may_be_packed(call, ids):
         layouts, mask = _layouts_of_positions(call, mask, ids, forward_token)
-    if mask is not None and not traced and masks.source_of(mask) is None and _is_self(call):
-        layout = masks.layout_beside(call.over, mask, query.shape[0], query.shape[2])
-        layouts = layouts or (None if layout is None else (layout, layout))
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
         if call.over == "eager":
@@ -252,6 +252,19 @@ def _layouts_of_call(
             layout = positions.one_sequence_per_row(query.shape[0], query.shape[2], query.device)
             layouts = layout, layout
     return layouts, mask
+
+
+def _check_positions(call: _AttentionCall, ids: Tensor | None, layout: Layout) -> None:
+    """Check that the positions of a model that counts them begin again with each sequence of the offsets."""
+    rows, layer = call.query.shape[0], getattr(call.module, "layer_idx", None)
+    if layout.batch_size == rows or (ids is not None and not positions.can_read_layout(ids, rows, layer, None)):
+        return
+    read = None if ids is None or ids.dim() != 2 else positions.read_layout(ids, rows, layer, None)
+    if read is None or not read.same_lengths(layout):
+        raise ValueError(
+            f"{type(call.module).__name__} got cu_seq_lens_q without position_ids that begin again with each sequence, "
+            "and its model counts positions along the row: pass such position_ids, or call nt_attention.patch(model)."
+        )
 
 
 def _layouts_of_positions(
