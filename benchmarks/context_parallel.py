@@ -38,9 +38,9 @@ import torch.nn.functional as F
 from by_turns import reserve_memory, show, slowest, synchronize
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from workloads import draw_lengths
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
 from nt_attention.distributed.exchange_plan import ExchangePlan, Geometry
 from nt_attention.distributed.planner import Mask
 

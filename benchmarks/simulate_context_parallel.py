@@ -35,8 +35,8 @@ import numpy as np
 from by_turns import show
 from context_parallel import DIM, HEADS, KV_HEADS, workloads
 from numpy.typing import NDArray
+from workloads import draw_lengths
 
-from nt_attention.cli.workloads import draw_lengths
 from nt_attention.distributed.planner import Mask, ShardPlan, chunk_sizes, make_plan, needed_keys
 
 # GPUs → batch → ms of calls in a row: on one GPU, with the exchange, and with no exchange.

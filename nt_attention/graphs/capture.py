@@ -210,9 +210,9 @@ class Captured:
     def _fill(self, work: Work) -> None:
         tensors = [work.inputs[name] for name in self._inputs]  # a call may have them in another order
         pairs = list(zip(self._inputs.values(), tensors, strict=True))
-        # NaN of another batch would spread to the gradients of weights
-        if larger := [x.detach() for x, y in pairs if x.shape != y.shape]:
-            torch._foreach_zero_(larger)
+        for x, y in pairs:
+            if x.shape != y.shape:  # NaN of another batch would spread to the gradients of weights
+                x.detach().zero_()
         copy_each([x.detach()[tuple(map(slice, y.shape))] for x, y in pairs], tensors)
 
     def parts(self, work: Work, tensors: Sequence[Tensor | None]) -> Gradients:

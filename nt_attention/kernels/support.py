@@ -1,8 +1,8 @@
 """Verified support: what each backend computes correctly on a GPU.
 
-`python -m nt_attention check --save` (`cli/check.py`) verifies the backends and writes one file for each compute
-capability, such as `verified/sm90.json`. On these GPUs only verified calls are supported. On other devices a backend
-supports what its own file declares. `explain` prints which of the two applies.
+`tools/verify_backends.py --save` verifies the backends and writes one file for each compute capability, such as
+`verified/sm90.json`. On these GPUs only verified calls are supported. On other devices a backend supports what its own
+file declares. `explain` prints which of the two applies.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class VerifiedSupport:
 
     def reasons(self, backend: Backend, spec: AttentionSpec) -> list[str]:
         """Why a call is not verified, if the documentation supports it; empty if it is verified."""
-        source = f"on {self.gpu} by `python -m nt_attention check`"
+        source = f"on {self.gpu} by `tools/verify_backends.py`"
         if backend.name not in self.results:
-            advice = "pass another backend, or run that command with --save where this one is installed."
+            advice = "pass another backend, or run that program with --save where this one is installed."
             return [f"this backend was not run {source}: {advice}"]
         if not self._of(backend, spec):
             return [f"{spec.dtype} is not verified {source}: cast the inputs, or pass another backend."]

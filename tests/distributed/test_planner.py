@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
+from nt_attention.cli.calls import draw_lengths
 from nt_attention.distributed.planner import GOOD, PAIRS_PER_EXCHANGE, Mask, Piece, chunk_sizes, make_plan, needed_keys
 from nt_attention.kernels.masks import Window
 from nt_attention.layouts.bounded import BoundedLayout

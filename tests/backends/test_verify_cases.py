@@ -1,14 +1,14 @@
-"""The cases of `python -m nt_attention check`, and the faults that they find."""
+"""The cases of `tools/verify_backends.py`, and the faults that they find."""
 
 import dataclasses
 import itertools
 
 import pytest
 import torch
+import verify_backends
+from verify_backends import Case, Finding, cases_of, run_case
 
-from nt_attention.cli import cases
-from nt_attention.cli.cases import Case, Finding, cases_of, run_case
-from nt_attention.cli.workloads import CAUSAL, Workload
+from nt_attention.cli.calls import CAUSAL, Workload
 from nt_attention.kernels import support
 from nt_attention.kernels.backend import HeadDims
 from nt_attention.kernels.backends import cpu, flash_attn_4, reference
@@ -22,8 +22,8 @@ FEW, FEW_KEYS = (1, 17, 0, 5, 31), (4, 13, 3, 0, 19)
 
 @pytest.fixture(autouse=True)
 def _few_runs(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # ``check`` sets it
-    monkeypatch.setattr(cases, "DETERMINISTIC_RUNS", 3)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the tool sets it
+    monkeypatch.setattr(verify_backends, "DETERMINISTIC_RUNS", 3)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ class TestFaultyBackend:
             return reference.forward(query, key, value, call)
 
         ignored = {"softcap": 0.0, "score_mod": None, "mask_mod": None, "alibi": False, "relative": ()}
-        options = cases.FIELDS[feature]["options"]
+        options = verify_backends.FIELDS[feature]["options"]
         assert run_case(case(feature, "reference", options=options), CPU).result == "both"
         fake(forward=forward, backward=None, differentiable=True, features=frozenset(FEATURES))
         found = run_case(case(feature, options=options), CPU)
@@ -178,7 +178,7 @@ class TestFaultyBackend:
             return [grad * 1.1 if at == 3 + wrong else grad for at, grad in enumerate(given)]
 
         fake(grads=grads)
-        found = run_case(case("relative bias", options=cases.FIELDS["relative bias"]["options"]), CPU)
+        found = run_case(case("relative bias", options=verify_backends.FIELDS["relative bias"]["options"]), CPU)
         assert found.result == "forward"
         assert found.details.startswith("gradients off by ")
 
