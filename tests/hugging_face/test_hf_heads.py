@@ -104,6 +104,7 @@ def test_heads_of_padded_states(name):
         assert all(PADDED in why for why in handle.calls if why)
     else:
         assert handle.calls == {None: 3}
+        assert handle.counts.compared == 2  # the base model, twice as long once; a head is a part of its call
     assert (TOLD in str(handle)) == (expected == TOLD)
 
 

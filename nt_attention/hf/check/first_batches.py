@@ -147,7 +147,8 @@ class FirstBatches:
             compared.sizes[kind] = max(longest, call.length), max(most, total)
             reason = comparison.why_different()
         if reason is None:
-            call.entry.handle.counts.compare(comparison.largest)
+            if isinstance(comparison, _Comparison):  # that of a head is a part of the same call
+                call.entry.handle.counts.compare(comparison.largest)
             return None
         reason = f"its first batch gave other values packed than padded: {reason}"
         is_usual = call.arguments.keys() <= _USUAL and len(kind) == _LENGTH_OF_KIND

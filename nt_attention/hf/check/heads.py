@@ -31,12 +31,10 @@ class ComparisonOfHead:
     Attributes:
         call: the call, with the rows that are compared.
         packing: that of these rows.
-        largest: the largest relative difference.
     """
 
     call: ModelCall
     packing: Packing
-    largest: float = 0.0
 
     @classmethod
     def of(cls, call: ModelCall) -> ComparisonOfHead | None:
@@ -102,7 +100,6 @@ class ComparisonOfHead:
         if padded.shape[:2] == (self.packing.rows, self.packing.length):
             padded, got = self.packing.pack(padded), self.packing.pack(got)
         error = float(errors_of_tokens(got.flatten()[None], padded.flatten()[None]).max())
-        self.largest = max(self.largest, error)
         return error <= floor_of(self.call.model) / 10
 
     def _error_alone(self, name: str, got: Tensor, alone: list[dict[str, Tensor]]) -> float:
