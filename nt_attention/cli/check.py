@@ -74,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print what is right and what is not. The exit status is 1 if something is not right."""
     device, is_bad = torch.device(options.device), False
-    backends = registry.backends()
+    backends, names = registry.backends(), [workload.name for workload in workloads()]
+    if unknown := set(options.which or ()) - set(names):
+        options.error(f"{unknown.pop()!r} is not one of {', '.join(names)}")
     for name in options.backends or ():
         if missing := backends[name].missing():
             options.error(f"{name} is not available: {missing}")

@@ -68,3 +68,11 @@ def test_invalid_arguments(arguments, details, capsys):
     with pytest.raises(SystemExit, match="2"):
         check(capsys, *arguments)
     assert details in capsys.readouterr().err
+
+
+def test_unknown_cases_are_refused(capsys):
+    from nt_attention.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["check", "--device", "cpu", "--which", "64", "sideways"])
+    assert "'sideways' is not one of 16, 32, 64" in capsys.readouterr().err
