@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="after this time, no further batch is measured")
     parser.add_argument("--rows", type=output_file, metavar="FILE", help="also write the measured times to this file")
     options, device = parser.parse_args(), torch.device("cuda")
+    if not torch.cuda.is_available():
+        parser.error("it needs a GPU")
     print(f"{device_name(device)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
     run(options, device)
 

@@ -14,7 +14,7 @@ from . import __version__
 from .kernels.measurements import package_version
 
 COMMANDS = {
-    "bench": "time every backend, padded SDPA and NestedTensor SDPA on your lengths",
+    "bench": "time every backend and padded SDPA on your lengths",
     "check": "compare every backend on this machine with the reference in float64",
     "estimate": "measure whether patch would make a Hugging Face model faster on your texts or lengths",
     "run": "run a program in which every Hugging Face model is patched",
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="print the versions of this and its packages, and exit")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, description in COMMANDS.items():
-        command = commands.add_parser(name, help=description, description=f"{description.capitalize()}.")
+        command = commands.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
         command.set_defaults(error=command.error, command_line=shlex.join(["python", "-m", "nt_attention", *arguments]))
         if arguments[:1] == [name]:  # the modules of the other commands are not imported
             importlib.import_module(f".cli.{name}", __package__).add_arguments(command)

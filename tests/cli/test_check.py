@@ -76,3 +76,9 @@ def test_unknown_cases_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["check", "--device", "cpu", "--which", "64", "sideways"])
     assert "'sideways' is not one of 16, 32, 64" in capsys.readouterr().err
+
+
+def test_it_says_if_nothing_was_compared(capsys):
+    status, lines = check(capsys, "--backends", "cpu", "--which", "batch_invariant")
+    assert status == 1
+    assert lines[-1].startswith("nothing was compared")
