@@ -9,6 +9,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, BertPreTrainedModel
 
 import nt_attention as nta
+from nt_attention.hf.check import first_batches
 
 
 class Head(BertPreTrainedModel):
@@ -58,7 +59,11 @@ def batch_of(lengths, seed=0):
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(len(lengths)) % 3}
 
 
-def model_of(pool, loss=None):
+def inputs_of(lengths):
+    return {name: x for name, x in batch_of(lengths).items() if name != "labels"}
+
+
+def model_of(pool, loss=None, kind=Head):
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=99,
@@ -69,7 +74,7 @@ def model_of(pool, loss=None):
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return Head(config, pool, loss)
+    return kind(config, pool, loss)
 
 
 def gradients(model):
@@ -120,3 +125,37 @@ def test_a_head_is_told_once_and_raises_on_request():
     nta.patch(model, on_fallback="raise")
     with pytest.raises(nta.NotPackedError, match="reads padding"):
         model(**batch_of([12, 3, 7]))
+
+
+class HeadWithPositions(Head):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None):
+        hidden = self.bert(input_ids, attention_mask=attention_mask, position_ids=position_ids).last_hidden_state
+        return {"logits": self.classifier(self.pool(hidden, attention_mask))}
+
+
+def test_a_head_that_reads_padding_also_takes_position_ids():
+    model = model_of(HEADS["mean over all positions"][0], kind=HeadWithPositions)
+    stock, batch = copy.deepcopy(model), inputs_of([12, 3, 7])
+    handle = nta.patch(model, on_fallback="silent")
+    for more in ({}, {"position_ids": torch.arange(12).expand(3, -1)}, {"position_ids": torch.arange(12)[None]}):
+        torch.testing.assert_close(model(**batch, **more)["logits"], stock(**batch, **more)["logits"])
+    assert handle.calls[None] == 0
+    packed = {"input_ids": batch["input_ids"][:1], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])}
+    with pytest.raises(ValueError, match="HeadWithPositions got rows with several sequences"):
+        model(**packed)
+
+
+def test_heads_of_users_are_compared_again(monkeypatch):
+    """A head may read padding under a condition, here after some calls."""
+    monkeypatch.setattr(first_batches, "SHARE", 4)
+    calls = []
+
+    def pool(x, mask):
+        calls.append(1)
+        return x.mean(1) if len(calls) > 12 else first(x, mask)
+
+    model, batch = model_of(pool), inputs_of([12, 3, 7])
+    handle = nta.patch(model, on_fallback="silent")
+    for _ in range(12):
+        model(**batch)
+    assert any("reads padding" in str(reason) for reason in handle.calls)

@@ -66,8 +66,11 @@ class SequenceHeadCall:
 
     @outside_of_graphs
     def _why_padded(self, call: ModelCall) -> str | None:
-        first = self.first_batches
-        return None if first is None or call.is_inner or first.is_settled(call) else first.why_padded(call)
+        return None if self.first_batches is None or call.is_inner else self.first_batches.why_padded(call)
+
+    def keeps_apart(self, model: PreTrainedModel) -> bool:
+        """False: a head that runs padded gets one sequence in a row."""
+        return False
 
 
 def add_rows_of_head(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
