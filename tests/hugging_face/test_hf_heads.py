@@ -145,17 +145,23 @@ def test_a_head_that_reads_padding_also_takes_position_ids():
         model(**packed)
 
 
-def test_heads_of_users_are_compared_again(monkeypatch):
-    """A head may read padding under a condition, here after some calls."""
+def test_which_calls_of_heads_are_compared(monkeypatch):
+    """The first one, and one in so many, because a head may read padding under a condition, here after some calls."""
     monkeypatch.setattr(first_batches, "SHARE", 4)
-    calls = []
+    calls, reads_padding = [], False
 
     def pool(x, mask):
         calls.append(1)
-        return x.mean(1) if len(calls) > 12 else first(x, mask)
+        return x.mean(1) if reads_padding else first(x, mask)
 
-    model, batch = model_of(pool), inputs_of([12, 3, 7])
+    model, batch, of_call = model_of(pool), inputs_of([12, 3, 7]), []
     handle = nta.patch(model, on_fallback="silent")
-    for _ in range(12):
+    for number in range(12):
+        reads_padding = number >= 5
+        before = len(calls)
         model(**batch)
-    assert any("reads padding" in str(reason) for reason in handle.calls)
+        of_call.append(len(calls) - before)
+    # a comparison runs the head twice more, and if something differs, for each row alone
+    assert of_call == [3, 1, 1, 3, 1, 1, 1, 6, 1, 1, 1, 1]
+    assert handle.calls[None] == 7
+    assert sum(n for why, n in handle.calls.items() if why) == 5

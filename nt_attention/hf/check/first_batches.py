@@ -172,7 +172,7 @@ class FirstBatches:
 
     def _is_due(self, kind: Hashable, call: ModelCall, compared: Compared, total: int = 0) -> bool:
         longest, most = compared.sizes.get(kind, (0, 0))
-        is_new = call.length >= 2 * longest or total >= 2 * most
+        is_new = call.length >= 2 * longest or 0 < 2 * most <= total  # of a head, no number of tokens is known
         is_again = self.mode == "always" or (self.is_foreign and compared.calls % SHARE == 0)
         if not (is_new or is_again) or families.ROW_INPUTS & call.arguments.keys() or self.scales_by_length:
             return False
