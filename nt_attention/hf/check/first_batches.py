@@ -28,7 +28,6 @@ from ..pack.routes import ModelCall, Unpatched
 from ..route.attention import OtherLengthError
 from .errors import (
     FACTOR,
-    dtype_of,
     error_of,
     errors_of_tokens,
     floor_of,
@@ -200,7 +199,7 @@ _LENGTH_OF_KIND = 5
 def _kind_of(call: ModelCall, compared: Compared) -> tuple[Hashable, ...]:
     """What calls have in common of which one is compared. Its first item is the state of the modules."""
     state, model = compared.structure.state, call.model
-    return state, call.entry.head, model.training, frozenset(call.arguments), dtype_of(model)
+    return state, call.entry.head, model.training, frozenset(call.arguments), families.dtype_of(model)
 
 
 def _rows_to_compare(call: ModelCall) -> list[int]:
@@ -349,7 +348,7 @@ class _Comparison:
         got = self._packed(call).get("loss")
         if got is None:
             return None
-        if is_near_loss(got, want, dtype_of(self.call.model), max(self.rounding, self.largest)):
+        if is_near_loss(got, want, families.dtype_of(self.call.model), max(self.rounding, self.largest)):
             return None
         return f"the loss differs by {relative_error(got, want):.1e}"
 

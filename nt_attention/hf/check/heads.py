@@ -20,7 +20,7 @@ from .. import families
 from ..pack.differences import HEAD
 from ..pack.packing import Packing
 from ..pack.routes import ModelCall, Unpatched
-from .errors import dtype_of, errors_of_tokens, floor_of, is_near_loss, most_rounding, relative_error
+from .errors import errors_of_tokens, floor_of, is_near_loss, most_rounding, relative_error
 from .running_again import choose_rows, comparing_model, pick_rows
 
 
@@ -75,7 +75,7 @@ class ComparisonOfHead:
     @property
     def _limit(self) -> float:
         model = self.call.model
-        return max(floor_of(model), most_rounding(model) if dtype_of(model).itemsize < 4 else 0.0)
+        return max(floor_of(model), most_rounding(model) if families.dtype_of(model).itemsize < 4 else 0.0)
 
     def _run(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
         return values_by_name(Unpatched(replace(self.call, kwargs=arguments, arguments=arguments)).run())
@@ -96,7 +96,7 @@ class ComparisonOfHead:
         if got is None or got.shape != padded.shape:
             return False
         if not padded.dim():
-            return is_near_loss(got, padded, dtype_of(self.call.model), 0.0)
+            return is_near_loss(got, padded, families.dtype_of(self.call.model), 0.0)
         if padded.shape[:2] == (self.packing.rows, self.packing.length):
             padded, got = self.packing.pack(padded), self.packing.pack(got)
         error = float(errors_of_tokens(got.flatten()[None], padded.flatten()[None]).max())

@@ -25,7 +25,7 @@ from ..pack.encoder_layers import EncoderCall, add_padded_to_layers, encoder_lay
 from ..pack.packing import Packing
 from ..route.dropout import without_dropout
 from ..route.packed_row import LayerCalls, running
-from .errors import dtype_of, error_of, floor_of
+from .errors import error_of, floor_of
 from .find import MOST_PADDED_CLASSES, why_raised
 from .first_batches import compared_of
 from .later import are_sharded
@@ -51,7 +51,7 @@ class FirstBatchesOfLayers:
         if mask is None or backward_id() != -1 or are_sharded(model):
             return None
         compared = compared_of(model)
-        kind = compared.structure.state, model.training, frozenset(arguments), dtype_of(model)
+        kind = compared.structure.state, model.training, frozenset(arguments), families.dtype_of(model)
         if reason := compared.wrong.get(kind):
             return reason
         length, (before, _) = mask.shape[1], compared.sizes.get(kind, (0, 0))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from ...compiler import TRACING, active_compiler, can_be_read, inline_only, outside_of_graphs
@@ -188,13 +187,10 @@ class PackedCall:
             return False
         if not can_be_read(arguments["attention_mask"]):  # as on a CPU: an error says what to do
             return False
-        if (parameter := families.first_parameter(base)) is None:  # a replica of DataParallel
+        if families.first_parameter(base) is None:  # a replica of DataParallel
             return False
-        device_type = tokens.device.type
-        is_autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if is_autocast else parameter.dtype
         rows, length = tokens.shape[:2]
-        return self.size.is_too_small(rows, length, dtype.itemsize)
+        return self.size.is_too_small(rows, length, families.dtype_of(base).itemsize)
 
     def keeps_apart(self, model: PreTrainedModel) -> bool:
         """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""

@@ -242,7 +242,7 @@ def _layouts_of_call(
         layouts = _layouts_of_offsets(call, cu_seq_lens_q, cu_seq_lens_k, traced, forward_token)
         if not traced and counts_positions(getattr(call.module, "config", None)):
             _check_positions(call, ids, layouts[0])
-    elif ids is not None and not ids.is_meta and _may_be_packed(call, ids):
+    elif ids is not None and positions.may_show_sequences(ids, call.module, query, key):
         layouts, mask = _layouts_of_positions(call, mask, ids, forward_token)
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
@@ -410,20 +410,6 @@ def _layouts_of_offsets(
                 f"all {what}{'; in cross-attention, these are those of the encoder' if which == 'k' else ''}."
             )
     return layout, layout if layout.same_lengths(key_layout) else key_layout  # collators make two equal tensors
-
-
-def _may_be_packed(call: _AttentionCall, position_ids: Tensor) -> bool:
-    """Whether positions can show where sequences begin: only in self-attention without a cache."""
-    query = call.query
-    if position_ids.dim() != 2 or position_ids.shape[1] != query.shape[2]:
-        return False  # with three dimensions (M-RoPE), positions need not increase by one
-    return position_ids.shape[0] in (1, query.shape[0]) and _is_self(call)
-
-
-def _is_self(call: _AttentionCall) -> bool:
-    """Whether a call is self-attention without a cache, of several tokens."""
-    is_cross = bool(getattr(call.module, "is_cross_attention", False)) or "Cross" in type(call.module).__name__
-    return call.query.shape[2] == call.key.shape[2] > 1 and not is_cross
 
 
 def _causal_mask(call: _AttentionCall) -> Tensor:

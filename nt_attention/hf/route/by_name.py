@@ -32,11 +32,9 @@ MIX_ROWS = frozenset({
     "zamba", "zamba2", "zaya",
 })  # fmt: skip
 # Models with RoPE whose values also depend on the position in the row.
-COUNT_POSITIONS = frozenset({
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "ministral3", "mistral4", "tipsv2_text_model",
-})  # fmt: skip
+COUNT_POSITIONS = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "mistral4"})
 # Models that compute with the mask of eager attention, in numbers.
-NEED_EAGER = frozenset({"bigbird_pegasus", "deepseek_v4", "git", "inkling2_text", "nllb-moe"})
+NEED_EAGER = frozenset({"bigbird_pegasus", "git", "nllb-moe"})
 # Models whose attention takes more arguments than ours.
 NOT_SUPPORTED = frozenset({"glm_moe_dsa"})
 _SCALED_BY_LENGTH = {"dynamic", "longrope"}

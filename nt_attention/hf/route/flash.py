@@ -59,30 +59,28 @@ def attention(
             f"{type(module).__name__} may be cross-attention, in which transformers' flash attention is wrong beside "
             f"padding: call nt_attention.patch(model), or {_ADVICE}"
         )
-    if attention_mask is None and options.get("cu_seq_lens_q") is None and not is_traced(query):
-        options |= _lengths_of(options.get("position_ids"), query, key, getattr(module, "layer_idx", None))
+    ids = options.get("position_ids")
+    if attention_mask is None and ids is not None and options.get("cu_seq_lens_q") is None and not is_traced(query):
+        options |= _lengths_of(ids, module, query, key)
     forward = flash_attention.flash_attention_forward
     out: tuple[Tensor, None] = forward(module, query, key, value, attention_mask, **options)
     return out
 
 
-def _lengths_of(ids: Tensor | None, query: Tensor, key: Tensor, layer: int | None) -> dict[str, Any]:
+def _lengths_of(ids: Tensor, module: nn.Module, query: Tensor, key: Tensor) -> dict[str, Any]:
     """The lengths of the sequences, if positions begin again in a row. They are read once in a forward."""
-    rows, length = query.shape[0], query.shape[2]
-    if ids is None or ids.shape not in ((rows, length), (1, length)) or not key.shape[2] == length > 1:
+    which = ids, len(query), getattr(module, "layer_idx", None), None
+    if not positions.may_show_sequences(ids, module, query, key) or not positions.can_read_layout(*which):
         return {}
-    if not positions.can_read_layout(ids, rows, layer, None):
-        return {}
-    layout = positions.read_layout(ids, rows, layer, None)
-    if layout is None:
+    if (layout := positions.read_layout(*which)) is None:
         return {}
     offsets = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), layout.cu_seqlens)
     return offsets | dict.fromkeys(("max_length_q", "max_length_k"), layout.max_seqlen)
 
 
 def _may_be_cross(module: Any) -> bool:
-    is_cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
-    return is_cross or getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    is_in_both = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    return is_in_both or positions.is_cross_attention(module)
 
 
 def mask(**arguments: Any) -> Tensor | None:
