@@ -211,13 +211,11 @@ def run_case(case: Case, device: torch.device) -> Finding:
 def inputs_of(case: Case, device: torch.device) -> CaseInputs:
     """The inputs of a case. Two rows of NaN follow the last sequence: no kernel may read them."""
     more, keys = (LONGEST,) if device.type == "cuda" else (), case.workload.key_lengths
-    lengths, keys, options = (*case.workload.lengths, *more), keys and (*keys, *more), dict(case.workload.options)
-    if "alibi_slopes" in options:
-        options["alibi_slopes"] = torch.tensor(options["alibi_slopes"], device=device)
-    workload = dataclasses.replace(case.workload, lengths=lengths, key_lengths=keys, options=options)
+    lengths, keys = (*case.workload.lengths, *more), keys and (*keys, *more)
+    workload = dataclasses.replace(case.workload, lengths=lengths, key_lengths=keys)
     inputs = CaseInputs.random(workload, device, case.dtype, past_end=2)
-    if "relative" in options:
-        options["relative"] = _relative(*options["relative"], inputs)
+    if "relative" in inputs.options:
+        inputs.options["relative"] = _relative(*inputs.options["relative"], inputs)
     return inputs
 
 
@@ -294,12 +292,11 @@ def check_bits(case: Case, inputs: CaseInputs, backward: bool) -> None:
 
 
 def _in_dtype(inputs: CaseInputs, dtype: torch.dtype) -> CaseInputs:
-    """In another dtype, without NaN, and without the options that do not change the result."""
-    options = {name: x for name, x in inputs.options.items() if name not in ("deterministic", "batch_invariant")}
-    if relative := options.get("relative"):
-        options["relative"] = relative.with_tensors([x.to(dtype).nan_to_num() for x in relative.tensors])
-    q, k, v, grad = (x.to(dtype).nan_to_num() for x in (*inputs.qkv, inputs.grad))
-    return dataclasses.replace(inputs, qkv=(q, k, v), grad=grad, options=options)
+    """`CaseInputs.in_dtype`, with the relative bias."""
+    changed = inputs.in_dtype(dtype)
+    if relative := inputs.options.get("relative"):
+        changed.options["relative"] = relative.with_tensors([x.to(dtype).nan_to_num() for x in relative.tensors])
+    return changed
 
 
 def relative_error(case: Case, inputs: CaseInputs, backward: bool) -> float:

@@ -102,17 +102,20 @@ class CaseInputs:
         heads, kv_heads, width = workload.heads, workload.kv_heads, workload.value_dim or workload.head_dim
         query = normal(layout.total, heads, workload.head_dim)
         key, value = (normal(key_layout.total, kv_heads, dim) for dim in (workload.head_dim, width))
-        return cls(layout, key_layout, (query, key, value), normal(layout.total, heads, width), workload.options)
+        options = dict(workload.options)
+        if "alibi_slopes" in options:
+            options["alibi_slopes"] = torch.tensor(options["alibi_slopes"], device=device)
+        return cls(layout, key_layout, (query, key, value), normal(layout.total, heads, width), options)
 
     @property
     def window(self) -> Window:
         """The window of visible keys, causality included."""
         return Window.of(self.options.get("window_size", (-1, -1)), self.options.get("is_causal", False))
 
-    def in_float64(self) -> CaseInputs:
-        """Without NaN, and without the options that do not change the result."""
+    def in_dtype(self, dtype: torch.dtype) -> CaseInputs:
+        """In another dtype, without NaN, and without the options that do not change the result."""
         options = {name: x for name, x in self.options.items() if name not in ("deterministic", "batch_invariant")}
-        q, k, v, grad = (x.double().nan_to_num() for x in (*self.qkv, self.grad))
+        q, k, v, grad = (x.to(dtype).nan_to_num() for x in (*self.qkv, self.grad))
         return CaseInputs(self.layout, self.key_layout, (q, k, v), grad, options)
 
 

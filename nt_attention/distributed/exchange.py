@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..layouts.known import SequenceLayout
 from .exchange_plan import Part, Schedule, Tables
 from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
 from .mods import has_mods, with_indices_of_batch
@@ -129,20 +130,24 @@ class Exchange:
         """Where the queries of a part are among those of its call, or None if the call has no others."""
         return self.tables.queries if self.tables is not None and self.parts[index].has_cut else None
 
+    def _layouts(self, part: Part) -> tuple[SequenceLayout, SequenceLayout]:
+        """The layouts of the queries and of the keys of the call of a part."""
+        plan = self.plan
+        if not part.has_cut:
+            return plan.whole_layout, plan.whole_layout
+        return plan.all_layouts if part.has_whole else (plan.layout, plan.key_layout)
+
     def _attention(self, part: Part) -> LocalAttention:
         """The call of a part. Without slopes and mods it is kept for other layers and batches with this layout."""
 
         def make() -> LocalAttention:
-            plan, options = self.plan, self.options
-            layouts = (plan.whole_layout, plan.whole_layout)
-            if part.has_cut:
-                layouts = plan.all_layouts if part.has_whole else (plan.layout, plan.key_layout)
-            sequences = plan.sequences_of(part.has_whole, part.has_cut)
+            options = self.options
+            sequences = self.plan.sequences_of(part.has_whole, part.has_cut)
             if has_mods(options):
                 options = with_indices_of_batch(options, sequences, part.heads.start or 0, self.sharded.device)
             slopes = slopes_of([b for b, *_ in sequences], self.slopes)
             slopes = None if slopes is None else slopes[..., part.heads].contiguous()
-            return LocalAttention(*layouts, slopes, self.backend, options, self.needs_grad)
+            return LocalAttention(*self._layouts(part), slopes, self.backend, options, self.needs_grad)
 
         if self.slopes is not None or has_mods(self.options):
             return make()
@@ -244,7 +249,7 @@ class Exchange:
             return query, key, value
         if rows is None:
             return saved.backward(tensors, *of_out, dq)
-        total = self._attention(self.parts[index]).layout.total
+        total = self._layouts(self.parts[index])[0].total
         out, grad, grad_lse = (None if x is None else _spread(x, rows, total) for x in of_out)
         assert out is not None
         assert grad is not None

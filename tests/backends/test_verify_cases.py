@@ -6,24 +6,18 @@ import itertools
 import pytest
 import torch
 import verify_backends
-from verify_backends import Case, Finding, cases_of, run_case
+from verified_cases import FEW, FEW_KEYS, case, few_runs  # noqa: F401
+from verify_backends import Finding, cases_of, run_case
 
-from nt_attention.cli.calls import CAUSAL, Workload
 from nt_attention.kernels import support
 from nt_attention.kernels.backend import HeadDims
 from nt_attention.kernels.backends import cpu, flash_attn_4, reference
 from nt_attention.kernels.call import FEATURES, AttentionSpec
 from nt_attention.kernels.select import BACKENDS
 
+pytestmark = pytest.mark.usefixtures("few_runs")
+
 CPU = torch.device("cpu")
-
-FEW, FEW_KEYS = (1, 17, 0, 5, 31), (4, 13, 3, 0, 19)
-
-
-@pytest.fixture(autouse=True)
-def _few_runs(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the tool sets it
-    monkeypatch.setattr(verify_backends, "DETERMINISTIC_RUNS", 3)
 
 
 @pytest.fixture
@@ -42,12 +36,6 @@ def fake(registered_variant):
         registered_variant(cpu.BACKEND, "fake", **{"forward": forward, "backward": backward} | changes)
 
     return make
-
-
-def case(which="64", backend="fake", dtype=torch.float32, head_dim=16, value_dim=16, lengths=FEW, **fields):
-    kind = "features" if which in FEATURES else "head dims"
-    fields = {"kv_heads": 4, "options": CAUSAL} | fields
-    return Case(backend, dtype, kind, Workload(which, "", lengths, 4, head_dim=head_dim, value_dim=value_dim, **fields))
 
 
 class TestCPUBackend:

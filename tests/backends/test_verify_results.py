@@ -9,31 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import verify_backends as check
+from verified_cases import FEW, case, few_runs  # noqa: F401
 from verify_backends import Case, Finding, main
 
-from nt_attention.cli.calls import CAUSAL, Workload
+from nt_attention.cli.calls import Workload
 from nt_attention.cli.environment import device_name
 from nt_attention.kernels import support, token_tiled
 from nt_attention.kernels.backends import cpu, flash_attn_4, torch_flash
-from nt_attention.kernels.call import FEATURES, AttentionSpec
+from nt_attention.kernels.call import AttentionSpec
 
 COMMAND = "python tools/verify_backends.py"
 
+pytestmark = pytest.mark.usefixtures("few_runs")
+
 CPU = torch.device("cpu")
-
-FEW, FEW_KEYS = (1, 17, 0, 5, 31), (4, 13, 3, 0, 19)
-
-
-@pytest.fixture(autouse=True)
-def _few_runs(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the tool sets it
-    monkeypatch.setattr(check, "DETERMINISTIC_RUNS", 3)
-
-
-def case(which="64", backend="fake", dtype=torch.float32, head_dim=16, value_dim=16, lengths=FEW, **fields):
-    kind = "features" if which in FEATURES else "head dims"
-    fields = {"kv_heads": 4, "options": CAUSAL} | fields
-    return Case(backend, dtype, kind, Workload(which, "", lengths, 4, head_dim=head_dim, value_dim=value_dim, **fields))
 
 
 class TestResults:

@@ -108,7 +108,7 @@ def test_bench_runs_all_available_backends_by_default(capsys):
 @pytest.mark.parametrize("lengths", [(5, 0, 11, 17), (4, 4)], ids=str)
 def test_padded_sdpa_computes_the_same(lengths, options, dtype):
     inputs = CaseInputs.random(Workload("", "", lengths, 4, 2, 16, options), CPU, dtype)
-    exact = attention("reference", inputs.in_float64()).results(True)
+    exact = attention("reference", inputs.in_dtype(torch.float64)).results(True)
     for name, x in padded(inputs).results(True).items():
         assert (x.double() - exact[name]).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * exact[name].norm()
 
