@@ -106,11 +106,11 @@ class ComparisonOfHead:
         """The largest relative error of a row, compared with the row alone."""
         errors = []
         for row, x in enumerate(got):
-            positions, own = self.packing.positions_of_row(row), alone[row].get(name)
-            if own is None or not len(own):
+            positions, of_row = self.packing.positions_of_row(row), alone[row].get(name)
+            if of_row is None or not len(of_row):
                 return float("inf")
-            mine, theirs = x, own[0]
-            if got.shape[:2] == (self.packing.rows, self.packing.length) and own.dim() > 1:
+            mine, theirs = x, of_row[0]
+            if got.shape[:2] == (self.packing.rows, self.packing.length) and of_row.dim() > 1:
                 mine, theirs = x[positions], theirs[positions - positions[0]]
             if mine.shape != theirs.shape:
                 return float("inf")

@@ -105,7 +105,7 @@ class ModelCall:
         # No graph can do these, and layers may be compiled.
         make_cached_tensors(self.model, packing.layout.device)
         extend_tables(self.model, packing.length)
-        return Packed(self, packing) if self.entry.handle.mesh is None else Sharded(self, self.sharded)
+        return Packed(self, packing) if self.entry.handle.mesh is None else PackedOnMesh(self, self.sharded)
 
     @functools.cached_property
     def sharded(self) -> ShardedPacking:
@@ -294,7 +294,7 @@ def run_route(route: Any) -> Any:
     return FallsBack.take(route.call, reason).run()
 
 
-class Sharded(Packed):
+class PackedOnMesh(Packed):
     """`Packed`, with the tokens of this rank of the mesh."""
 
     packing: ShardedPacking

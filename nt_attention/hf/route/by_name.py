@@ -40,21 +40,23 @@ NOT_SUPPORTED = frozenset({"glm_moe_dsa"})
 _SCALED_BY_LENGTH = {"dynamic", "longrope"}
 
 
-class _Thread(threading.local):
-    patches = False
+class _Naming(threading.local):
+    """Whether `nt_attention.patch` gives models of this thread the name."""
+
+    is_for_patch = False
 
 
-_thread = _Thread()
+_naming = _Naming()
 
 
 @contextmanager
 def name_for_patch() -> Iterator[None]:
     """A context in which models get the name from `nt_attention.patch`, which keeps sequences apart by itself."""
-    _thread.patches = True
+    _naming.is_for_patch = True
     try:
         yield
     finally:
-        _thread.patches = False
+        _naming.is_for_patch = False
 
 
 def why_rows_mixed(model: Any) -> str | None:
@@ -74,11 +76,11 @@ def _part_with_other_config(model: Any) -> str | None:
     configs = [x.config for x in model.modules() if isinstance(x, PreTrainedModel)]
     configs += [getattr(config, name, None) for config in configs for name in config.sub_configs]
     for path, module in model.named_modules():
-        own = vars(module).get("config")
-        if "Attention" in type(module).__name__ and own is not None and not any(own is x for x in configs):
+        config = vars(module).get("config")
+        if "Attention" in type(module).__name__ and config is not None and not any(config is x for x in configs):
             return (
-                f"has {path}, which has a config of its own, with the attention {attention_of(own)!r}: give it that of "
-                "the model, or call nt_attention.patch(model)."
+                f"has {path}, which has a config of its own, with the attention {attention_of(config)!r}: give it that "
+                "of the model, or call nt_attention.patch(model)."
             )
     return None
 
@@ -130,7 +132,7 @@ def _why_not_by_name(model: Any, cls: Any, name: str) -> str | None:
             f"runs flash attention only by one of {', '.join(map(repr, listed))}, not by {name!r}: use "
             "attn_implementation=nt_attention.hf.register(), or call nt_attention.patch(model)."
         )
-    if _thread.patches or cls.main_input_name != "input_ids":
+    if _naming.is_for_patch or cls.main_input_name != "input_ids":
         return None
     if model_type in NOT_SUPPORTED:
         return f"passes arguments to its attention that {name!r} ignores: use 'sdpa'."
