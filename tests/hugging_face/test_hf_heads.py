@@ -1,6 +1,7 @@
 """Heads of users that compute with padded hidden states: those that read padding run padded, or are told."""
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
@@ -143,6 +144,37 @@ def test_a_head_that_reads_padding_also_takes_position_ids():
     packed = {"input_ids": batch["input_ids"][:1], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])}
     with pytest.raises(ValueError, match="HeadWithPositions got rows with several sequences"):
         model(**packed)
+
+
+@dataclasses.dataclass
+class Parts:
+    logits: torch.Tensor
+    more: dict
+
+
+FORMS = {
+    "a tensor": lambda hidden: hidden.mean(1),
+    "a tuple": lambda hidden: (hidden[:, 0], hidden.mean(1)),
+    "a list in a mapping": lambda hidden: {"logits": hidden[:, 0], "more": [hidden, {"mean": hidden.mean(1)}]},
+    "a mapping in a dataclass": lambda hidden: Parts(hidden[:, 0], {"mean": hidden.mean(1)}),
+}
+
+
+class HeadWithForm(Head):
+    def forward(self, input_ids=None, attention_mask=None):
+        return self.pool(self.bert(input_ids, attention_mask=attention_mask).last_hidden_state)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_tensors_in_outputs_are_compared(form):
+    model, batch = model_of(FORMS[form], kind=HeadWithForm), inputs_of([12, 3, 7])
+    want = model(**batch)
+    with nta.patch(model, on_fallback="silent") as handle:
+        got = model(**batch)
+    assert handle.calls[None] == 0
+    assert any("reads padding, by which" in reason for reason in handle.calls if reason)
+    got, want = ([vars(x) if isinstance(x, Parts) else x] for x in (got, want))
+    torch.testing.assert_close(got, want)
 
 
 def test_which_calls_of_heads_are_compared(monkeypatch):

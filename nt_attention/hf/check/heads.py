@@ -144,11 +144,14 @@ def as_if_packed(base: nn.Module, packing: Packing) -> Iterator[None]:
         hook.remove()
 
 
-def values_by_name(out: Any) -> dict[str, Tensor]:
-    """The tensors of numbers among the outputs of a forward, by name: of a mapping, a dataclass, a tuple, or one."""
+def values_by_name(out: Any, name: str = "") -> dict[str, Tensor]:
+    """The tensors of numbers in the outputs of a forward, by path: in mappings, dataclasses, tuples and lists."""
     if isinstance(out, Tensor):
-        out = (out,)
+        return {name or "its output": out} if out.is_floating_point() else {}
     if dataclasses.is_dataclass(out) and not isinstance(out, Mapping):
         out = vars(out)
     named = out.items() if isinstance(out, Mapping) else enumerate(out if isinstance(out, tuple | list) else ())
-    return {str(name): x for name, x in named if isinstance(x, Tensor) and x.is_floating_point()}
+    found: dict[str, Tensor] = {}
+    for key, x in named:
+        found |= values_by_name(x, f"{name}.{key}" if name else str(key))
+    return found
