@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, BertPreTrainedModel
 
 import nt_attention as nta
-from nt_attention.hf.check import first_batches
+from nt_attention.hf.check import first_batches, running_again
 
 
 class Head(BertPreTrainedModel):
@@ -175,6 +176,64 @@ def test_all_tensors_in_outputs_are_compared(form):
     assert any("reads padding, by which" in reason for reason in handle.calls if reason)
     got, want = ([vars(x) if isinstance(x, Parts) else x] for x in (got, want))
     torch.testing.assert_close(got, want)
+
+
+def test_heads_with_a_state_are_packed():
+    """A queue of embeddings, which each call changes and returns."""
+    model, batch = model_of(masked_mean), inputs_of([12, 3, 7])
+    queue = torch.zeros(5, 32)
+
+    def pool(x, mask):
+        model.queue = torch.cat([masked_mean(x, mask), model.queue])[:5]
+        return model.queue
+
+    model.pool, model.queue = pool, queue
+    first_two = [model(**batch)["logits"] for _ in range(2)]
+    model.queue = queue
+    with torch.no_grad(), nta.patch(model, on_fallback="raise") as handle:
+        for want in first_two:
+            torch.testing.assert_close(model(**batch)["logits"], want)
+    assert handle.calls == {None: 2}
+
+
+def test_threads_wait_for_the_comparison():
+    model, batch, results = model_of(HEADS["mean over all positions"][0]), inputs_of([12, 3, 7]), []
+    want = model(**batch)["logits"].detach()
+    handle = nta.patch(model, on_fallback="silent")
+    start = threading.Barrier(4)
+
+    def run():
+        start.wait()
+        with torch.no_grad():
+            results.append(model(**batch)["logits"])
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(results) == 4
+    for got in results:
+        torch.testing.assert_close(got, want)
+    assert handle.calls[None] == 0
+
+
+def test_a_forward_that_waits_for_other_threads_ends(monkeypatch):
+    """Its parts run in threads while it is compared, and would wait for the end of the comparison."""
+    monkeypatch.setattr(running_again, "LONGEST_WAIT", 0.1)
+    model, batch = model_of(masked_mean), inputs_of([12, 3, 7])
+    part = model_of(masked_mean)
+    model.pool = lambda x, mask: masked_mean(x, mask) + in_a_thread(lambda: part(**batch)["logits"]).sum()
+    with torch.no_grad(), nta.patch(model, on_fallback="silent"), nta.patch(part, on_fallback="silent"):
+        assert model(**batch)["logits"].isfinite().all()
+
+
+def in_a_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 def test_which_calls_of_heads_are_compared(monkeypatch):

@@ -51,17 +51,16 @@ class ComparisonOfHead:
 
     def why_different(self) -> str | None:
         """What differs, or None."""
-        with comparing_model(self.call):
-            try:
-                padded = self._run(self.call.arguments)
-                with as_if_packed(self.call.base, self.packing):
-                    got = self._run(self.call.arguments)
-                names = [name for name, x in padded.items() if not self._is_same(x, got.get(name))]
-                if not names:
-                    return None
-                alone = [self._alone(row) for row in range(self.packing.rows)]
-            except Exception:  # the code of any model: the call itself raises it too
+        try:
+            padded = self._run(self.call.arguments)
+            with as_if_packed(self.call.base, self.packing):
+                got = self._run(self.call.arguments)
+            names = [name for name, x in padded.items() if not self._is_same(x, got.get(name))]
+            if not names:
                 return None
+            alone = [self._alone(row) for row in range(self.packing.rows)]
+        except Exception:  # the code of any model: the call itself raises it too
+            return None
         is_of_rows = {name: padded[name].dim() > 0 and len(padded[name]) == self.packing.rows for name in names}
         for name in names:
             if is_of_rows[name] and (error := self._error_alone(name, got[name], alone)) > self._limit:
@@ -78,7 +77,8 @@ class ComparisonOfHead:
         return max(floor_of(model), most_rounding(model) if families.dtype_of(model).itemsize < 4 else 0.0)
 
     def _run(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        return values_by_name(Unpatched(replace(self.call, kwargs=arguments, arguments=arguments)).run())
+        with comparing_model(self.call):  # each time, because heads may have a state
+            return values_by_name(Unpatched(replace(self.call, kwargs=arguments, arguments=arguments)).run())
 
     def _alone(self, row: int) -> dict[str, Tensor]:
         """What the head gives for a row without padding."""
