@@ -43,6 +43,7 @@ from .rules import (
     is_divided_by_context_parallel,
     needs_samples,
     route_of,
+    was_given_other_attention,
     why_arguments_not_packed,
 )
 
@@ -324,6 +325,7 @@ _RULES: tuple[Rule, ...] = (
     (is_divided_by_context_parallel, FallsBack),
     (needs_samples, FallsBack),
     (_has_other_arguments, FallsBack),
+    (was_given_other_attention, FallsBack),
     (_has_no_padding, Unpatched),
     (_has_holes, FallsBack),
     (differs_from_padded, FallsBack),
