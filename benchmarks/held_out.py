@@ -113,13 +113,15 @@ def summary(results: list[Result], seed: int) -> str:
 
 
 def draw(source: random.Random) -> Workload:
-    """A random batch, of few queries in one of eight."""
+    """A random batch, of few queries in one of eight, and of more keys than queries in another one."""
     dims = source.choice(HEAD_DIMS)
     head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     heads = max(2, source.choice((512, 1024, 2048)) // head_dim)
     group = source.choice([n for n in (1, 1, 4) if heads % n == 0])  # kernels are compiled for each
     if source.random() < 1 / 8:
         return _of_few_queries(source, head_dim, value_dim)
+    if source.random() < 1 / 8:
+        return _of_more_keys(source, heads, group, head_dim, value_dim)
     options = dict(source.choice(MASKS))
     if "windows" in options:
         size, sided = round(_between(source, *options.pop("windows"))), options.pop("sided", 1)
@@ -155,15 +157,28 @@ def _of_few_queries(source: random.Random, head_dim: int, value_dim: int) -> Wor
     return Workload("drawn", about, (queries,) * len(keys), heads, heads // group, head_dim, CAUSAL, **more)
 
 
+def _of_more_keys(source: random.Random, heads: int, group: int, head_dim: int, value_dim: int) -> Workload:
+    """Cross-attention: some queries on longer sequences of keys."""
+    most_keys = round(_between(source, 128, 8192))
+    most = round(_between(source, 1, min(256, most_keys / 8)))
+    sequences = max(1, round(_between(source, 1, min(512, 2**19 / most_keys))))
+    kind = source.choice(LENGTHS[:4])
+    keys = draw_lengths(f"{kind}:{most_keys}", sequences * most_keys, seed=source.randrange(2**32))[:sequences]
+    queries = tuple(source.randint(1, most) for _ in keys)
+    about = f"{len(keys)} × ≤ {most} queries of {kind} ≤ {most_keys} keys, {heads}/{heads // group} × {head_dim}/{value_dim}"
+    return Workload("cross", about, queries, heads, heads // group, head_dim, {}, keys, value_dim)
+
+
 def _between(source: random.Random, least: float, most: float) -> float:
     """A random number whose logarithm is uniform."""
     return math.exp(source.uniform(math.log(least), math.log(most)))
 
 
 def compare(workload: Workload, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Result]:
-    """The forward, and the forward + backward if there are not few queries."""
+    """The forward and, if it does not decode, the forward + backward."""
     inputs, results = CaseInputs.random(workload, device, dtype), []
-    for direction in ("forward", "both") if workload.key_lengths is None else ("forward",):
+    decodes = workload.key_lengths is not None and workload.name != "cross"
+    for direction in ("forward",) if decodes else ("forward", "both"):
         q, k, v = (x.detach().requires_grad_(direction == "both") for x in inputs.qkv)
         explanation = explain(q, k, v, inputs.layout, inputs.key_layout, **inputs.options)
         able = [name for name, reasons in explanation.reasons.items() if not reasons and name not in LEFT_OUT]

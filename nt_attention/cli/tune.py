@@ -44,10 +44,17 @@ FEW_QUERIES = (
     *((12, 4, "uniform:256", 4), (256, 1, "lognormal:512", 32), (8, 1, "uniform:512", 1)),
 )
 HEADS_OF_FEW = 32
+# (sequences, most queries of each, keys, query heads of a key head)
+MORE_KEYS = (
+    *((64, 64, "lognormal:2048", 1), (64, 64, "lognormal:2048", 4), (24, 128, "lognormal:8192", 1)),
+    *((256, 24, "lognormal:1024", 1), (512, 20, "uniform:256", 1), (16, 32, "uniform:2048", 4)),
+    *((32, 32, "equal:4096", 1), (8, 256, "equal:8009", 4), (128, 32, "equal:577", 1), (1024, 8, "uniform:128", 4)),
+)
 # kind of call → options, which the batches have by turns; of two windows, the fit learns what pairs and tokens take
 KINDS: dict[str, tuple[dict[str, Any], ...]] = {
     "causal": (CAUSAL,),
     "full": ({},),
+    cost_model.MORE_KEYS: ({},),
     cost_model.FEW_QUERIES: (CAUSAL,),
     "narrow window behind": tuple(CAUSAL | {"window_size": (left, 0)} for left in (127, 31)),
     "window behind": tuple(CAUSAL | {"window_size": (left, 0)} for left in (511, 2047)),
@@ -151,12 +158,17 @@ def workloads(dtype: torch.dtype, dims: str, kind: str) -> Iterator[Workload]:
         distribution, _, most = text.partition(":")
         return draw_lengths(f"{distribution}:{min(int(most) // of_tokens, tokens)}", tokens, seed=9)
 
-    if kind == cost_model.FEW_QUERIES:
-        for sequences, queries, text, group in FEW_QUERIES:
+    if kind in (cost_model.FEW_QUERIES, cost_model.MORE_KEYS):
+        is_few = kind == cost_model.FEW_QUERIES
+        share = share if is_few else 1
+        for sequences, most, text, group in FEW_QUERIES if is_few else MORE_KEYS:
             tokens = sequences * (int(text.partition(":")[2]) // share)
-            keys = tuple(max(queries, n) for n in lengths_of(text, tokens)[:sequences])
-            heads = HEADS_OF_FEW, HEADS_OF_FEW // group
-            yield Workload(text, text, (queries,) * sequences, *heads, head_dim, CAUSAL, keys, value_dim)
+            keys = tuple(max(most if is_few else 1, n) for n in lengths_of(text, tokens, share)[:sequences])
+            queries = (most,) * sequences
+            if not is_few:
+                queries = draw_lengths(f"uniform:{most}", sequences * most)[:sequences]
+            of_keys = (HEADS_OF_FEW if is_few else max(8, WIDTH // head_dim)) // group
+            yield Workload(text, text, queries, of_keys * group, of_keys, head_dim, KINDS[kind][0], keys, value_dim)
         return
     for (text, tokens, of_heads, group), options in zip(GRID, itertools.cycle(KINDS[kind])):
         if text == "one long":

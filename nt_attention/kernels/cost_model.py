@@ -30,7 +30,8 @@ FEW_ROWS = 16  # the rows of the smallest tiles of `split_kv`: each query has on
 TILE_ROWS, FEW_TILES = 64, 66
 MANY_KEYS = 2048  # that a query sees, in the mean
 FEW_QUERIES = "few queries"
-_Mask = tuple[tuple[int, int], bool, bool, bool, bool]
+MORE_KEYS = "more keys"  # than queries, as in cross-attention to long sequences
+_Mask = tuple[tuple[int, int], bool, bool, bool, str | None]
 NARROW = 256  # keys of a window; tiles at its ends are then much of the work
 
 
@@ -38,7 +39,7 @@ class CallCosts(NamedTuple):
     """The rows of the backends for one kind of call, and where they are from."""
 
     rows: tuple[tuple[str, Row], ...]
-    has_few_queries: bool
+    kind: str
     about: str
 
 
@@ -48,19 +49,19 @@ def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
     if costs is None:
         return {}
     least = LEAST_US["both" if spec.needs_grad else "forward"]
-    numbers = _counts(spec, size, costs.has_few_queries)
+    numbers = _counts(spec, size, costs.kind)
     return {name: max(least, sum(map(operator.mul, row, numbers))) for name, row in costs.rows}
 
 
 def counts(spec: AttentionSpec, size: CallSize) -> Row:
     """The numbers in which an expected time is linear, in the order of a `Row`."""
-    return _counts(spec, size, kind_of(spec, size) == FEW_QUERIES)
+    return _counts(spec, size, kind_of(spec, size))
 
 
-def _counts(spec: AttentionSpec, size: CallSize, few_queries: bool) -> Row:
+def _counts(spec: AttentionSpec, size: CallSize, kind: str) -> Row:
     """`counts`. With few queries, most tokens are keys, so they are counted for each key head."""
     heads, key_heads = spec.num_heads / 1000, spec.num_kv_heads / 1000
-    tokens = (key_heads if few_queries else heads) * size.tokens
+    tokens = (key_heads if kind in (FEW_QUERIES, MORE_KEYS) else heads) * size.tokens
     pairs, sequences = heads * size.pairs / 1000, size.sequences
     return 1.0, heads * sequences, tokens, pairs, size.most_keys / 1000, key_heads * sequences
 
@@ -87,7 +88,7 @@ def _find(
             continue
         enough = [(d, v) for d, v in measured if d >= head_dim and v >= value_dim]
         rows, table = measured[min(enough, key=sum) if enough else max(measured, key=sum)]
-        costs = CallCosts(tuple(rows.items()), kind == FEW_QUERIES, table.about)
+        costs = CallCosts(tuple(rows.items()), kind, table.about)
         if enough:
             return costs
         largest = largest or costs
@@ -111,6 +112,11 @@ def has_few_queries(spec: AttentionSpec, size: CallSize) -> bool:
     return few_tiles and size.pairs >= MANY_KEYS * queries
 
 
+def has_more_keys(spec: AttentionSpec, size: CallSize) -> bool:
+    """Whether most tokens are keys: even if each sequence had the most queries, they were a third of all tokens."""
+    return not spec.equal_lengths and size.sequences * size.most_queries <= 2 / 3 * size.tokens
+
+
 def kind_of(spec: AttentionSpec, size: CallSize) -> str:
     """The kind of a call, on which its time depends in addition to the numbers of its size."""
     return _kinds(*_mask_of(spec, size))[0]
@@ -118,13 +124,19 @@ def kind_of(spec: AttentionSpec, size: CallSize) -> str:
 
 def _mask_of(spec: AttentionSpec, size: CallSize) -> _Mask:
     """The arguments of `_kinds`. The calls of a tree are of other kinds."""
-    few_queries = size.tree is None and has_few_queries(spec, size)
-    return spec.window_size, spec.is_causal, bool(spec.nonlinear), spec.sinks and spec.needs_grad, few_queries
+    of_queries = None
+    if size.tree is None and has_few_queries(spec, size):
+        of_queries = FEW_QUERIES
+    elif size.tree is None and has_more_keys(spec, size):
+        of_queries = MORE_KEYS
+    return spec.window_size, spec.is_causal, bool(spec.nonlinear), spec.sinks and spec.needs_grad, of_queries
 
 
-def _kinds(window_size: tuple[int, int], is_causal: bool, nonlinear: bool, sinks: bool, few_queries: bool) -> list[str]:
+def _kinds(
+    window_size: tuple[int, int], is_causal: bool, nonlinear: bool, sinks: bool, of_queries: str | None
+) -> list[str]:
     """The kind of a call, and then the kinds whose times are used if it was not measured."""
-    window, kinds = Window.of(window_size, is_causal), [FEW_QUERIES] if few_queries else []
+    window, kinds = Window.of(window_size, is_causal), [] if of_queries is None else [of_queries]
     if nonlinear:
         kinds.append("nonlinear")
     if sinks and (window.is_open or window.is_causal):  # the gradient of lse takes some kernels a further column

@@ -159,6 +159,12 @@ class TestExpectedTime:
         assert got == {"split_kv": pytest.approx(1 + 2e-3 * 3 * 1009 + 8e-3 * (2 * 7 + 5 * 100.003))}
         assert expected_us(call(num_heads=8, num_kv_heads=2, needs_grad=True), CallSize(7, 1009.0, 100_003, 1)) == {}
 
+    def test_tokens_of_calls_with_more_keys_are_counted_for_each_key_head(self, of_tables):
+        of_tables({("16-bit", "both", "more keys"): {64: {"torch_flash": (1.0, 2.0, 3.0, 5.0, 0.0)}}})
+        spec = call(num_heads=8, num_kv_heads=2, equal_lengths=False, needs_grad=True)
+        got = expected_us(spec, CallSize(7, 20_003, 900_001, 96, 900))
+        assert got == {"torch_flash": pytest.approx(1 + 2e-3 * 3 * 20_003 + 8e-3 * (2 * 7 + 5 * 900.001))}
+
     def test_sequences_of_key_heads(self, of_tables):
         of_tables({("16-bit", "forward", "full"): {64: {"torch_flash": (1.0, 0.0, 0.0, 0.0, 0.0, 7.0)}}})
         of_heads = [expected_us(call(num_heads=8, num_kv_heads=n), CallSize(11, 1009.0, 100_003)) for n in (2, 8)]
@@ -181,10 +187,12 @@ class TestExpectedTime:
         ],
         ids=str,
     )
-    @pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
-    def test_kinds_that_are_not_measured_use_the_next_one(self, of_tables, spec, kinds, few):
-        spec, size = call(equal_lengths=False, **spec), CallSize(7, 1009.0, 100_003, 1 if few else 300)
-        kinds = ["few queries"] * few + kinds
+    @pytest.mark.parametrize(
+        ("most_queries", "first"), [(300, []), (96, ["more keys"]), (97, []), (1, ["few queries"])], ids=str
+    )
+    def test_kinds_that_are_not_measured_use_the_next_one(self, of_tables, spec, kinds, most_queries, first):
+        spec, size = call(equal_lengths=False, **spec), CallSize(7, 1009.0, 100_003, most_queries)
+        kinds = first + kinds
         assert cost_model.kind_of(spec, size) == kinds[0]
         table = {}
         for kind in reversed(kinds):

@@ -44,6 +44,7 @@ SMALL_FEW = tuple(
     for n, queries, most in ((3, 1, 64), (9, 1, 200), (1, 1, 500), (5, 2, 90))
     for group in (1, 4, 8)
 )
+SMALL_MORE = tuple((n, queries, f"uniform:{most}", 1) for n, queries, most in ((5, 3, 90), (9, 20, 300), (1, 8, 64)))
 
 
 def spec_and_size(workload, dtype, backward):
@@ -129,6 +130,7 @@ def stubbed(monkeypatch):
     monkeypatch.setattr(timing, "device_ms", clock)
     monkeypatch.setattr(tune, "GRID", SMALL_GRID)
     monkeypatch.setattr(tune, "FEW_QUERIES", SMALL_FEW)
+    monkeypatch.setattr(tune, "MORE_KEYS", SMALL_MORE)
     return timed
 
 
