@@ -165,7 +165,8 @@ def _of_more_keys(source: random.Random, heads: int, group: int, head_dim: int, 
     kind = source.choice(LENGTHS[:4])
     keys = draw_lengths(f"{kind}:{most_keys}", sequences * most_keys, seed=source.randrange(2**32))[:sequences]
     queries = tuple(source.randint(1, most) for _ in keys)
-    about = f"{len(keys)} × ≤ {most} queries of {kind} ≤ {most_keys} keys, {heads}/{heads // group} × {head_dim}/{value_dim}"
+    about = f"{len(keys)} × ≤ {most} queries of {kind} ≤ {most_keys} keys, "
+    about += f"{heads}/{heads // group} × {head_dim}/{value_dim}"
     return Workload("cross", about, queries, heads, heads // group, head_dim, {}, keys, value_dim)
 
 

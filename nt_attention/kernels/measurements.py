@@ -2,8 +2,8 @@
 
 Each file has the numbers of one GPU, with its name, what it reports about itself, the versions and the error of the
 fit. `python -m nt_attention tune` writes them. They are used in this order: the user's file for a GPU of this name, in
-the cache directory; the file of this name in `measured/`; the file of the nearest GPU there, scaled by what the two
-report.
+the cache directory; the file of this name in `measured/`; another file there, that of the nearest GPU, scaled by what
+the two report.
 """
 
 from __future__ import annotations
@@ -86,11 +86,25 @@ def tables_for(name: str | None, card: Card | None) -> tuple[Table, ...]:
     """`tables` for a GPU of this name; None for a device about which nothing is known, such as that of fake tensors."""
     files = {file.name: json.loads(file.read_text("utf-8")) for file in _shipped()}
     user = [] if name is None else [each for each in [_of_user(name)] if each is not None]
-    if name is not None and (exact := files.get(f"{slug(name)}.json")):
-        return (*user, Table(read_costs(exact["costs"]), f"measured on {exact['gpu']}"))
-    if card is None or not files:
-        return (*user, *[Table(read_costs(one["costs"]), f"measured on {one['gpu']}") for one in files.values()][:1])
-    return (*user, _nearest(list(files.values()), card))
+    exact = None if name is None else files.pop(f"{slug(name)}.json", None)
+    if card is None and exact is None and files:
+        exact = next(iter(files.values()))
+    shipped = [] if exact is None else [Table(read_costs(exact["costs"]), f"measured on {exact['gpu']}")]
+    return (*user, *shipped, *([] if card is None or not files else [_nearest(list(files.values()), card)]))
+
+
+@functools.cache
+def warn_if_estimated(device: torch.device) -> None:
+    """Warn, once for each GPU of a process, that nobody measured kernels on a GPU of this name."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return
+    name = torch.cuda.get_device_name(device)
+    if user_file(name).is_file() or any(file.name == f"{slug(name)}.json" for file in _shipped()):
+        return
+    warn(
+        f"nobody has measured the backends on {name}, so backend='auto' selects by times that are scaled from another "
+        "GPU: run `python -m nt_attention tune`. It takes 2 minutes, and some batches may be several times as fast."
+    )
 
 
 def _nearest(files: list[dict[str, Any]], card: Card) -> Table:

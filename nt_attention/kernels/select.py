@@ -14,7 +14,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from .._warnings import warn
 from ..layouts.bounded import LengthsUnknownError
-from . import cost_model, registry, support, tree
+from . import cost_model, measurements, registry, support, tree
 from .adapters import is_direct
 from .backend import Backend
 from .call import AttentionSpec, Call
@@ -200,6 +200,7 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto", *, in_gra
     """
     name, backends = _resolve(backend), registry.backends()
     if name == "auto":
+        measurements.warn_if_estimated(spec.device)
         order = fastest_first(spec, size, backends)
         candidates = [backends[one] for one in order if not in_graph or one in BACKENDS or backends[one].has_operators]
     else:

@@ -45,6 +45,7 @@ KINDS = (
     "nonlinear",
     "sinks",
     "few queries",
+    "more keys",
     *(f"{n}window{b}" for n in ("", "narrow ") for b in ("", " behind")),
 )
 

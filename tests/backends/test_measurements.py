@@ -81,11 +81,13 @@ def rows(tables):
 
 def test_files_are_found_by_the_name_of_the_gpu():
     assert measurements.slug("NVIDIA H100 80GB HBM3") == "nvidia_h100_80gb_hbm3"
-    (table,) = tables_for("NVIDIA H200", H200)
+    table, other = tables_for("NVIDIA H200", H200)
     assert table.about == "measured on NVIDIA H200"
+    assert "estimated for this GPU from A Slow GPU" in other.about
     assert rows([table]) == [(1, 2, 3, 4, 5, 6)]
-    (table,) = tables_for("A Slow GPU", H200)
-    assert rows([table]) == [(9, 9, 9, 9, 9, 9)]
+    table, other = tables_for("A Slow GPU", H200)
+    assert "estimated for this GPU from NVIDIA H200" in other.about
+    assert rows([table, other]) == [(9, 9, 9, 9, 9, 9), (1, 2, 3, 4, 5, 6)]
     assert rows(tables_for(None, None)) == [(1, 2, 3, 4, 5, 6)]
 
 
@@ -103,9 +105,29 @@ def test_other_gpus_use_scaled_numbers_of_the_nearest():
 
 def test_users_numbers_come_first(save_of_user):
     save_of_user("NVIDIA H200", content("NVIDIA H200", {"torch_flash": [6, 6, 6, 6, 6, 6]}))
-    assert rows(tables_for("NVIDIA H200", H200)) == [(6, 6, 6, 6, 6, 6), (1, 2, 3, 4, 5, 6)]
+    assert rows(tables_for("NVIDIA H200", H200))[:2] == [(6, 6, 6, 6, 6, 6), (1, 2, 3, 4, 5, 6)]
     assert tables_for("NVIDIA H200", H200)[0].about == "measured on this GPU"
-    assert len(tables_for("A Slow GPU", H200)) == 1
+    assert rows(tables_for("A Slow GPU", H200))[0] == (9, 9, 9, 9, 9, 9)
+
+
+def test_a_gpu_that_nobody_measured_is_told_once(monkeypatch, save_of_user, recwarn):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device = torch.device("cuda")
+    for name, count in (("NVIDIA H200", 0), ("NVIDIA H199", 1), ("NVIDIA H199", 1)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        if not count:
+            measurements.warn_if_estimated.cache_clear()
+        measurements.warn_if_estimated(torch.device("cpu"))
+        measurements.warn_if_estimated(device)
+        assert len(recwarn) == count
+        if not count:
+            measurements.warn_if_estimated.cache_clear()
+    assert "nobody has measured the backends on NVIDIA H199" in str(recwarn[0].message)
+    measurements.warn_if_estimated.cache_clear()
+    save_of_user("NVIDIA H199", content("NVIDIA H199", {}))
+    measurements.warn_if_estimated(device)
+    measurements.warn_if_estimated.cache_clear()
+    assert len(recwarn) == 1
 
 
 def test_other_versions_are_told(save_of_user, monkeypatch):
@@ -135,7 +157,7 @@ def test_file_that_cannot_be_read_is_left_out_with_a_warning(save_of_user, text)
     save_of_user("NVIDIA H200", text)
     with pytest.warns(UserWarning, match=r"nvidia_h200.json is not read .* run python -m nt_attention tune again"):
         tables = tables_for("NVIDIA H200", H200)
-    assert rows(tables) == [(1, 2, 3, 4, 5, 6)]
+    assert rows(tables)[0] == (1, 2, 3, 4, 5, 6)
 
 
 def test_explain_says_where_expected_times_are_from(card, save_of_user, monkeypatch):
