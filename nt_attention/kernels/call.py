@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from ..compiler import is_traced
+from ..compiler import derived, is_traced
 from ..layouts.paged import PagedLayout
 from ..layouts.protocol import Layout
 from ..layouts.tree import TreeLayout
@@ -241,12 +241,12 @@ class AttentionSpec:
         more |= {"equal_lengths": is_same, "keyless": key_layout.min_seqlen == 0 or (is_traced(query) and not is_same)}
         return cls.of(query.device, query.dtype, shapes, options, bounded=not known, paged=is_paged, **more)
 
-    @property
+    @derived
     def window(self) -> Window:
         """The window of visible keys, causality included."""
         return Window.of(self.window_size, self.is_causal)
 
-    @property
+    @derived
     def has_positive_scale(self) -> bool:
         """Whether the scale is a positive normal number of float32, or of float64 if the inputs are float64.
 
@@ -255,32 +255,32 @@ class AttentionSpec:
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         return self.scale >= torch.finfo(dtype).tiny
 
-    @property
+    @derived
     def has_bias(self) -> bool:
         """Whether ALiBi or a relative bias is added to the scores, by the distances of keys."""
         return self.alibi or bool(self.relative)
 
-    @property
+    @derived
     def has_mods(self) -> bool:
         """Whether it has a score_mod or a mask_mod."""
         return self.score_mod is not None or self.mask_mod is not None
 
-    @property
+    @derived
     def nonlinear(self) -> list[str]:
         """The options of this call that make a score nonlinear in query · key."""
         return [name for name in ("softcap", "score_mod") if getattr(self, name) != OPTIONS[name].default]
 
-    @property
+    @derived
     def may_have_fully_masked_rows(self) -> bool:
         """Whether some query may see no key. If lengths are equal, each query sees its own position."""
         return not self.equal_lengths and (self.keyless or not self.window.is_open)
 
-    @property
+    @derived
     def lower_right(self) -> bool:
         """Whether alignment is lower right, or lengths are equal, so that both alignments are the same."""
         return self.equal_lengths or self.causal_alignment == "lower_right"
 
-    @property
+    @derived
     def is_upper_left(self) -> bool:
         """Whether the call needs upper left alignment. False if lengths are equal or every key is visible."""
         return not self.lower_right and not self.window.is_open
@@ -289,7 +289,7 @@ class AttentionSpec:
         """The key position of query 0: query i is at key position i + shift."""
         return keys - queries if self.causal_alignment == "lower_right" else 0
 
-    @property
+    @derived
     def features(self) -> frozenset[str]:
         """The names in `FEATURES` of the features that this call needs."""
         window = self.window
