@@ -174,7 +174,7 @@ def varlen_attention(
         check_sinks(sinks, arguments.tensors.query)
         arguments = arguments._replace(sinks=True)
     planned = plan_arguments(arguments, alibi_slopes, backend, options)
-    if not isinstance(planned.backend, str) and planned.backend.is_reference:
+    if not isinstance(planned.backend, str) and planned.backend.name == "reference":
         warn_if_slow(planned.call, backend)
     out, lse = run(planned.backend, planned.tensors, sinks, planned.call, planned.mode)
     if planned.rewrap is not None:

@@ -61,14 +61,14 @@ class LocalAttention:
             planned = plan(*inputs, self.layout, self.key_layout, **more)
             backend = planned.backend
             assert isinstance(backend, Backend)
-            if backend.is_reference:
+            if backend.name == "reference":
                 warn_if_slow(planned.call, self.backend)
             if backend.differentiable:
                 with saved_tensors_hooks(_keep, _kept):
                     out, lse = differentiable_forward(backend, inputs, planned.call)
                 return out.detach(), lse.detach(), _SavedGraph(inputs, out, lse)
         kernel = Kernel(backend)
-        if not backend.is_reference:  # it may be slow, and then warns
+        if backend.name != "reference":  # it may be slow, and then warns
             self.planned[plan_key] = kernel, planned.call
         return self._run(kernel, planned.call, Tensors(*[x.detach() for x in inputs]), given)
 

@@ -221,7 +221,7 @@ def warn_if_slow(call: Call, backend: str) -> None:
         backends = registry.backends()
         order = [backends[name] for name in fastest_first(call.spec, CallSize.of(call), backends)]
         installed = [one for one in order if one.missing() is None]
-        fast = installed[0] if not installed[0].is_reference else order[0]
+        fast = installed[0] if installed[0].name != "reference" else order[0]
         why = " ".join(_reasons(fast, call.spec))
         warn(
             f"attention runs on the slow reference backend because {fast.name} cannot run this call: {why} "
@@ -264,7 +264,7 @@ def select_in_operator(call: Call, name: str) -> Choice:
             f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
             f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, name)}"
         )
-    if chosen.is_reference:
+    if chosen.name == "reference":
         warn_if_slow(call, name)
     return Choice.of(chosen, call)
 

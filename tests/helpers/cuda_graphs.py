@@ -21,6 +21,7 @@ from nt_attention.graphs import cache as graph_cache
 from nt_attention.graphs import capture as graph_capture
 from nt_attention.graphs import device as graph_device
 from nt_attention.kernels import adapters, select
+from nt_attention.kernels.backend import Hooks
 from nt_attention.layouts import reading
 
 GPU = torch.cuda.is_available()
@@ -194,7 +195,7 @@ def cuda_graphs(monkeypatch):
     for module in (graph_cache, graph_capture):
         monkeypatch.setattr(module, "supports", lambda tensor: True)
     known = select.BACKENDS["token_tiled"]
-    given = {"forward": forward, "backward": backward, "prepare_forward": None, "prepare_backward": None}
+    given = {"forward": forward, "backward": backward, "hooks": Hooks()}
     fake = dataclasses.replace(known, **given, dtypes=None, refuses=lambda spec: [])
     monkeypatch.setitem(select.BACKENDS, "token_tiled", fake)
     with nta.use_backend("token_tiled"):
