@@ -86,7 +86,8 @@ class HeadDims:
         if self.only is not None and not ignore_only:
             enough = [(d, v) for d, v in self.only if d >= head_dim and v >= value_dim]
             return min(enough, key=sum, default=None)
-        d, v = (max(self.least, -(-dim // self.multiple) * self.multiple) for dim in (head_dim, value_dim))
+        d = max(self.least, -(-head_dim // self.multiple) * self.multiple)
+        v = max(self.least, -(-value_dim // self.multiple) * self.multiple)
         if self.equal:
             d = v = max(d, v)
         return (d, v) if max(d, v) <= self.most else None

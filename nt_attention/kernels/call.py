@@ -203,43 +203,23 @@ class AttentionSpec:
 
     @classmethod
     def of_tensors(
-        cls,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        layout: Layout,
-        key_layout: Layout | PagedLayout,
-        options: Mapping[str, Any],
-        **more: Any,
+        cls, tensors: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any], **more: Any
     ) -> AttentionSpec:
         """The spec of a call with query, key and value, after checks of dtypes and devices.
 
         Args:
             tensors: Query (T, H, D), key (S, G, D) and value (S, G, Dv), or pools with a `PagedLayout`.
-            layout, key_layout: The sequences of queries and of keys.
-            options, **more: As for `of`.
+            options, **more: As for `of`, with `layout_fields`.
 
         Raises:
-            ValueError: The tensors, layouts or options do not fit each other.
+            ValueError: The tensors or options do not fit each other.
         """
         query, key, value = tensors
-        is_paged = isinstance(key_layout, PagedLayout)
-        check_tensors(query, key, value, is_paged)
-        if layout.batch_size != key_layout.batch_size:
-            raise ValueError(
-                f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many "
-                "sequences of keys as of queries. A sequence may have length 0."
-            )
+        check_tensors(query, key, value, more["paged"])
         shapes: Any = (query.shape, key.shape, value.shape)
-        if is_paged:
+        if more["paged"]:
             shapes = (query.shape, (1, *key.shape[-2:]), (1, *value.shape[-2:]))
-        known = layout.knows_lengths and (is_paged or key_layout.knows_lengths)
-        is_same = key_layout is layout
-        if not (
-            is_same or isinstance(key_layout, PagedLayout) or is_traced(query)
-        ):  # a graph may run with other lengths
-            is_same = layout.same_lengths(key_layout)
-        more |= {"tree": isinstance(layout, TreeLayout)}
-        more |= {"equal_lengths": is_same, "keyless": key_layout.min_seqlen == 0 or (is_traced(query) and not is_same)}
-        return cls.of(query.device, query.dtype, shapes, options, bounded=not known, paged=is_paged, **more)
+        return cls.of(query.device, query.dtype, shapes, options, **more)
 
     @derived
     def window(self) -> Window:
@@ -399,6 +379,30 @@ def check_options(**given: object) -> None:
     """
     for name, value in given.items():
         OPTIONS[name].parse(name, value)
+
+
+def layout_fields(query: Tensor, layout: Layout, key_layout: Layout | PagedLayout) -> dict[str, Any]:
+    """The fields of an `AttentionSpec` that follow from the layouts of queries and keys.
+
+    Raises:
+        ValueError: The layouts have different numbers of sequences.
+    """
+    if layout.batch_size != key_layout.batch_size:
+        raise ValueError(
+            f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many "
+            "sequences of keys as of queries. A sequence may have length 0."
+        )
+    is_paged, is_same = isinstance(key_layout, PagedLayout), key_layout is layout
+    is_unknown = not is_same and is_traced(query)  # a graph may run with other lengths
+    if not (is_same or is_unknown or isinstance(key_layout, PagedLayout)):
+        is_same = layout.same_lengths(key_layout)
+    return {
+        "equal_lengths": is_same,
+        "keyless": is_unknown or key_layout.min_seqlen == 0,
+        "bounded": not (layout.knows_lengths and (is_paged or key_layout.knows_lengths)),
+        "paged": is_paged,
+        "tree": isinstance(layout, TreeLayout),
+    }
 
 
 class Call(NamedTuple):

@@ -26,7 +26,17 @@ from ..operators import LIBRARY, define
 from . import adapters, paged, registry
 from .adapters import Tensors
 from .backend import BackwardInputs
-from .call import OPTIONS, SCHEMA, AttentionSpec, Call, PreparedRuns, check_slopes, from_schema, schema_values
+from .call import (
+    OPTIONS,
+    SCHEMA,
+    AttentionSpec,
+    Call,
+    PreparedRuns,
+    check_slopes,
+    from_schema,
+    layout_fields,
+    schema_values,
+)
 from .relative import TERMS, RelativeBias, check_relative, check_type
 from .select import Choice, select_again, select_in_operator, selection_key
 
@@ -105,8 +115,8 @@ def _cached_call(arguments: Any, key: tuple[Any, ...], more: Callable[[Call], _T
         key_layout.check_keys(k, value)
         fields = from_schema(values)
         options = {name: fields.pop(name) for name in OPTIONS.keys() & fields.keys()}
-        more_fields = {"alibi": slopes is not None, "relative": terms, **fields}
-        spec = AttentionSpec.of_tensors((query, k, value), layout, key_layout, options, **more_fields)
+        fields |= {"alibi": slopes is not None, "relative": terms, **layout_fields(query, layout, key_layout)}
+        spec = AttentionSpec.of_tensors((query, k, value), options, **fields)
         return spec, more(Call(layout, key_layout, slopes, spec, None, relative)), {}
 
     of_tensors = [item for x in (query, k, value) for item in (x.shape, x.dtype, x.device)]
@@ -155,7 +165,8 @@ def _paged_call(arguments: Any) -> Call:
     if slopes is not None:
         check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
     options = {name: x for name, x in from_schema(arguments[_VALUES]).items() if name in OPTIONS}
-    spec = AttentionSpec.of_tensors((query, key, value), layout, pages, options, alibi=slopes is not None)
+    fields = layout_fields(query, layout, pages)
+    spec = AttentionSpec.of_tensors((query, key, value), options, alibi=slopes is not None, **fields)
     return Call(layout, pages, slopes, spec)
 
 
@@ -170,18 +181,23 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     empty = query.new_empty(0, dtype=torch.int64)
     if arguments.table is not None:
         call = _paged_call(arguments)
-        out, lse = paged.forward(select_in_operator(call, arguments.backend).backend, query, key, value, call)
+        backend = select_in_operator(call, arguments.backend).backend
+        assert backend is not None
+        out, lse = paged.forward(backend, query, key, value, call)
         return out, lse, empty, empty.clone()
 
     def select(call: Call) -> tuple[Choice, Tensor]:
         choice = select_in_operator(call, arguments.backend)
         if arguments.bounds:
             return choice, empty
+        assert choice.backend is not None
         return choice, torch.tensor([registry.number_of(choice.backend)], device="cpu")
 
     key_of_choice = ("forward", *selection_key(arguments.backend))
-    call, ((backend, dims, direct), selected) = _cached_call(arguments, key_of_choice, select)
-    out, lse, state = adapters.forward(backend, inputs, call._replace(head_dims=dims, is_direct=direct))
+    call, (choice, selected) = _cached_call(arguments, key_of_choice, select)
+    assert choice.backend is not None
+    call = call._replace(head_dims=choice.head_dims, is_direct=choice.is_direct)
+    out, lse, state = adapters.forward(choice.backend, inputs, call)
     return out, lse, empty if state is None else state.to(out.device), selected.clone()
 
 
@@ -194,6 +210,7 @@ def _backward(*given: Any) -> _Gradients:
     else:
         number = int(selected)
         call, choice = _cached_call(arguments, ("backward", number), lambda call: select_again(call, number))
+    assert choice.backend is not None
     call = call._replace(head_dims=choice.head_dims, is_direct=choice.is_direct)
     query, key, value, *of_biases = adapters.backward(choice.backend, saved, inputs, call)
     return query, key, value, of_biases

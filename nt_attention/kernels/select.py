@@ -17,7 +17,7 @@ from ..layouts.bounded import LengthsUnknownError
 from . import cost_model, registry, support, tree
 from .adapters import is_direct
 from .backend import Backend
-from .call import AttentionSpec, Call
+from .call import AttentionSpec, Call, PreparedRuns
 from .call_size import CallSize
 from .registry import BACKENDS
 
@@ -138,6 +138,8 @@ def fastest_first(
     interpreter, for tests. Registered backends that say how fast they are and can run the call are sorted in. On a CPU
     they are tried first. Other registered backends are not tried.
     """
+    if spec.device.type == "cpu" and not registry.registered:
+        return "cpu", "reference"
     expected = _expected_us(spec, size, registry.backends() if backends is None else backends)
     by_time = sorted(expected, key=expected.__getitem__)
     if spec.device.type == "cpu":
@@ -171,16 +173,23 @@ def _expected_us(spec: AttentionSpec, size: CallSize, backends: Mapping[str, Bac
 
 
 class Choice(NamedTuple):
-    """The backend that was selected for a call, and the fields of `Call` that follow from it."""
+    """What depends on a call but not on the values of its tensors. It is cached with the layout.
 
-    backend: Backend
-    head_dims: tuple[int, int] | None
-    is_direct: bool
+    Attributes:
+        backend: The backend that was selected; None if an operator selects it when a graph runs.
+        spec, head_dims, is_direct, prepared: These fields of `Call`.
+    """
+
+    backend: Backend | None
+    spec: AttentionSpec
+    head_dims: tuple[int, int] | None = None
+    is_direct: bool = False
+    prepared: PreparedRuns | None = None
 
     @classmethod
     def of(cls, backend: Backend, call: Call) -> Choice:
         dims = support.head_dims(backend, call.spec)
-        return cls(backend, dims, is_direct(backend, call, dims))
+        return cls(backend, call.spec, dims, is_direct(backend, call, dims), {})
 
 
 def choose_for(call: Call, backend: str) -> Choice:
