@@ -192,9 +192,17 @@ class Choice(NamedTuple):
         return cls(backend, call.spec, dims, is_direct(backend, call, dims), {})
 
 
-def choose_for(call: Call, backend: str) -> Choice:
-    """The backend of `choose` for a call with layouts."""
-    return Choice.of(choose(call.spec, CallSize.of(call), backend), call)
+def choose_for(call: Call, backend: str, *, in_graph: bool = False) -> Choice:
+    """The choice of `choose` for a call with layouts. `in_graph`: in an operator, when a graph runs."""
+    chosen = choose(call.spec, CallSize.of(call), backend, in_graph=in_graph)
+    if in_graph and not (chosen.has_operators or call.spec.paged):
+        raise ValueError(
+            f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
+            f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, backend)}"
+        )
+    if in_graph and chosen.name == "reference":
+        warn_if_slow(call, backend)
+    return Choice.of(chosen, call)
 
 
 def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto", *, in_graph: bool = False) -> Backend:
@@ -265,21 +273,8 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
     )
 
 
-def select_in_operator(call: Call, name: str) -> Choice:
-    """`choose_for` in an operator, when a graph runs."""
-    chosen = choose(call.spec, CallSize.of(call), name, in_graph=True)
-    if not (chosen.has_operators or call.spec.paged):
-        raise ValueError(
-            f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
-            f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, name)}"
-        )
-    if chosen.name == "reference":
-        warn_if_slow(call, name)
-    return Choice.of(chosen, call)
-
-
 def select_again(call: Call, number: int) -> Choice:
-    """The backend with this number, which `select_in_operator` has selected for the forward.
+    """The backend with this number, which `choose_for` has selected for the forward.
 
     Raises:
         ValueError: It cannot run this call, for example because a graph that was recorded without gradients selected a

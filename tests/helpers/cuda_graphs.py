@@ -139,7 +139,7 @@ def with_known_lengths(call):
     key_layout = layouts[0] if same else layouts[1]
     call = call._replace(layout=layouts[0], key_layout=key_layout, spec=spec, prepared=None, is_direct=False)
     with select.automatic_choice():
-        backend, dims, _ = select.choose_for(call, "auto")
+        backend, _, dims, *_ = select.choose_for(call, "auto")
     return backend, call._replace(head_dims=dims)
 
 
