@@ -401,7 +401,10 @@ def _read(
             layout, key_layout = tree.segments, tree.paths
         if layout is None:
             all_options(options)  # other names than ours say what the layout should be
-        layout, key_layout = _layouts(query, layout, key_layout, mode)
+        if mode == EAGER and type(layout) is SequenceLayout and (key_layout is None or key_layout is layout):
+            key_layout = layout
+        else:
+            layout, key_layout = _layouts(query, layout, key_layout, mode)
     is_paged = isinstance(key_layout, PagedLayout)
     if mode == TRACED or is_any_autocast_enabled():
         # pools are not cast, which would copy them in each call

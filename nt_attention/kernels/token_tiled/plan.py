@@ -230,7 +230,7 @@ class Plan:
 def intervals(
     mine: Tensor, other: Tensor, batch_size: int, rows: int, window: tuple[float, float], upper_left: bool
 ) -> Intervals:
-    """The visible rows of each of `rows` rows, from the offsets of both sides. `window` is (before, after) of `Side`."""
+    """The visible rows of each of `rows` rows, from the offsets of both sides. `window`: (before, after) of `Side`."""
     from . import triton_kernels as kernels
 
     lo, hi, own = (torch.empty(rows, dtype=mine.dtype, device=mine.device) for _ in range(3))
