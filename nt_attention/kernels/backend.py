@@ -192,6 +192,7 @@ class Backend:
     hooks: Hooks = field(default_factory=Hooks)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "traits", frozenset(self.traits))
         if unknown := sorted(self.traits - TRAITS.keys()):
             raise ValueError(f"{self.name}: there is no trait {unknown[0]!r}: pass some of {', '.join(TRAITS)}.")
         # The rewrite that removes fully masked rows assumes that they are the first queries of a sequence.

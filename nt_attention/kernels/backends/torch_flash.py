@@ -33,22 +33,17 @@ def missing() -> str | None:
 
 def refuses(spec: AttentionSpec) -> list[str]:
     reasons, activated = older_than_ampere(spec), current_flash_attention_impl()
-    if activated is None:
-        return reasons + _refuses_bounds(spec)
-    return [
-        *reasons,
-        f"the flash attention implementation {activated!r} is active, which was not verified: call "
-        "torch.nn.attention.restore_flash_attention_impl().",
-    ]
-
-
-def _refuses_bounds(spec: AttentionSpec) -> list[str]:
+    if activated is not None:
+        reasons.append(
+            f"the flash attention implementation {activated!r} is active, which was not verified: call "
+            "torch.nn.attention.restore_flash_attention_impl()."
+        )
     if spec.bounded and spec.is_upper_left:
-        return [
+        reasons.append(
             "upper left alignment needs the lengths on the host: make the layout without max_tokens, or pass "
             'causal_alignment="lower_right".'
-        ]
-    return []
+        )
+    return reasons
 
 
 def _options(spec: AttentionSpec) -> dict[str, float | int | None]:
