@@ -135,6 +135,9 @@ def backward(
     dtype. If the backend can write to `dq` (T, H, D), that is the gradient of the query.
     """
     is_given = dq is not None and "takes_outputs" in backend.traits
+    if not saved.grad.stride(-1) == saved.out.stride(-1) == 1:
+        grad, out = contiguous_in_head_dim(saved.grad, saved.out)
+        saved = saved._replace(grad=grad, out=out)
     if call.prepared and not is_given and (run := call.prepared.get(geometry(*saved, *inputs))) is not None:
         return run(saved, *inputs)
     if "aligned_rows" in backend.traits and not _are_aligned(saved.grad, saved.out, *inputs):
@@ -142,8 +145,7 @@ def backward(
         grads = backward(backend, saved._replace(grad=grad, out=out), Tensors(*aligned), call, dq)
         restored = zip(grads, contiguous_in_head_dim(*inputs), strict=False)
         return (*[grad if grad is dq else _with_strides_of(grad, x) for grad, x in restored], *grads[3:])
-    is_plain = saved.grad_lse is None and call.relative is None and saved.grad.stride(-1) == saved.out.stride(-1) == 1
-    if not (is_plain and _runs_directly(call, inputs)):
+    if not (saved.grad_lse is None and call.relative is None and _runs_directly(call, inputs)):
         return _adapted_backward(backend, saved, inputs, call, dq)
     if call.prepared is not None and not is_given and backend.hooks.prepare_backward is not None:
         run = _keep(call, geometry(*saved, *inputs), backend.hooks.prepare_backward(saved, *inputs, call))
@@ -157,7 +159,6 @@ def backward(
 def _adapted_backward(
     backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Call, dq: Tensor | None
 ) -> Gradients:
-    saved = saved._replace(grad=contiguous_in_head_dim(saved.grad)[0], out=contiguous_in_head_dim(saved.out)[0])
     inputs = Tensors(*contiguous_in_head_dim(*inputs))
     if (rewritten := rewrite(backend, *inputs, call)) is not None:
         return _rewritten_backward(backend, saved, inputs, rewritten)

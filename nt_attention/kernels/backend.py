@@ -93,23 +93,20 @@ class HeadDims:
         return (d, v) if max(d, v) <= self.most else None
 
 
-# What the adapters must know of a kernel → what it means.
+# What the adapters must know of a kernel.
 TRAITS = {
-    "differentiable": "`forward` consists of differentiable operations. Outside of graphs, PyTorch then differentiates "
-    "these, any number of times, and neither `backward` nor adapters are used, except that head dims are padded and "
-    "made contiguous.",
-    "lower_right_only": "The kernel supports only lower right alignment. Other calls are rewritten for it.",
-    "no_fully_masked_rows": "The kernel does not support queries that see no key. It is called without these queries, "
-    'and `features` must not have "window".',
-    "reads_past_end": "The kernel reads rows past the last offset, so it is called without these rows.",
+    "differentiable": "`forward` consists of differentiable operations: outside of graphs, PyTorch differentiates "
+    "them. Adapters only pad head dims and make them contiguous.",
+    "lower_right_only": "It supports only lower right alignment. Other calls are rewritten.",
+    "no_fully_masked_rows": "It is called without queries that see no key. `features` must not have 'window'.",
+    "reads_past_end": "It reads rows past the last offset, so it is called without these rows.",
     "aligned_rows": "Each row of a head must begin at a multiple of 16 bytes. Others are copied.",
-    "takes_outputs": "`forward` takes `out=` (T, H, Dv) and `backward` takes `dq=` (T, H, D), and writes its result to "
-    "this tensor, whatever the strides of rows and heads are.",
-    "takes_parts": "`backward` computes the weights from `saved.lse`, and uses `saved.out` as `kernels/adapters.py` "
-    "says. Then a softmax over several calls, each with a part of the keys, has the sum of their gradients, if each "
-    "gets the output and the log-sum-exp of all keys (`kernels/tree.py`).",
-    "lse_gradient": "`backward` supports the gradient of lse. Otherwise `kernels/adapters.py` adds it, which needs a "
-    "backward that computes with `saved.out` and `saved.lse`.",
+    "takes_outputs": "`forward` takes `out=` (T, H, Dv) and `backward` `dq=` (T, H, D), tensors of any strides of rows "
+    "and heads, and writes its result there.",
+    "takes_parts": "`backward` computes the weights from `saved.lse`, and uses `saved.out` as `adapters.py` says. So "
+    "the gradients of calls with parts of the keys add up, if each gets `out` and `lse` of all keys (`tree.py`).",
+    "lse_gradient": "`backward` supports the gradient of lse. Otherwise it is added, which needs a backward that "
+    "computes with `saved.out` and `saved.lse`.",
 }
 
 
