@@ -9,7 +9,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,25 @@ from .torch_private import (
 _F = TypeVar("_F", bound=Callable[..., Any])
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 TRACING = "tracing"  # see `active_compiler`
+
+
+if TYPE_CHECKING:
+    derived = functools.cached_property
+else:
+
+    class derived:
+        """`functools.cached_property`, of which torch.compile traces the function alone: it has no lock."""
+
+        def __init__(self, function: Callable[[Any], Any]) -> None:
+            self.function, self.__doc__ = function, function.__doc__
+
+        def __get__(self, instance: Any, owner: type) -> Any:
+            if instance is None:
+                return self
+            value = self.function(instance)
+            if not torch.compiler.is_dynamo_compiling():
+                instance.__dict__[self.function.__name__] = value
+            return value
 
 
 def outside_of_graphs(function: _F) -> _F:

@@ -23,10 +23,10 @@ from .kernels.call import (
     AttentionSpec,
     Call,
     Options,
-    PreparedRuns,
     all_options,
     check_slopes,
     describe,
+    layout_fields,
 )
 from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Choice, Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
@@ -174,7 +174,7 @@ def varlen_attention(
         check_sinks(sinks, arguments.tensors.query)
         arguments = arguments._replace(sinks=True)
     planned = plan_arguments(arguments, alibi_slopes, backend, options)
-    if not isinstance(planned.backend, str) and planned.backend.is_reference:
+    if not isinstance(planned.backend, str) and planned.backend.name == "reference":
         warn_if_slow(planned.call, backend)
     out, lse = run(planned.backend, planned.tensors, sinks, planned.call, planned.mode)
     if planned.rewrap is not None:
@@ -261,17 +261,6 @@ class PlannedCall(NamedTuple):
     rewrap: Callable[..., Tensor] | None
 
 
-class _Checked(NamedTuple):
-    """What depends on a call but not on the values of its tensors. It is cached with the layout.
-
-    `choice` is None if an operator selects the backend when a graph runs.
-    """
-
-    spec: AttentionSpec
-    choice: Choice | None
-    prepared: PreparedRuns
-
-
 class Arguments(NamedTuple):
     """The tensors of a call, and who sees it (`call_mode`). `rewrap` is that of `PlannedCall`."""
 
@@ -308,7 +297,7 @@ def plan(
 def plan_arguments(
     arguments: Arguments, slopes: Tensor | None, backend: str, options: Mapping[str, Any]
 ) -> PlannedCall:
-    """See `plan`. All layers of a model share one `_Checked`, which is cached with the layout."""
+    """See `plan`. All layers of a model share one `Choice`, which is cached with the layout."""
     tensors, layout, key_layout, relative, needs_grad, mode, rewrap, sinks = arguments
     query, key, value = tensors
     is_paged = isinstance(key_layout, PagedLayout)
@@ -316,60 +305,69 @@ def plan_arguments(
         options = {**options, "window_size": tuple(options["window_size"])}
     check = partial(_check, arguments, slopes, backend, options)
     if mode == TRACED or options.get("score_mod") is not None or options.get("mask_mod") is not None:
-        spec, choice, prepared = check()  # the cache would keep score_mod and mask_mod alive as long as the layout
+        choice = check()  # the cache would keep score_mod and mask_mod alive as long as the layout
     else:
-        cache_key = (
-            *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
+        key_of_spec = (
+            *(query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
             *(query.device, key.device, value.device, slopes is None, needs_grad, rewrap is None, sinks),
             (key_layout.batch_size, key_layout.max_seqlen) if is_paged else None,
             None if relative is None else (relative.terms, relative.requires_grad),
-            *(*selection_key(backend), *options.items(), *map(type, options.values())),  # 1 == True, but is no bool
+            *(*options.items(), *map(type, options.values())),  # 1 == True, but is no bool
         )
+        other = None if is_paged or key_layout is layout else key_layout
         try:
-            other = None if is_paged or key_layout is layout else key_layout
-            spec, choice, prepared = layout.cached(cache_key, check, other)
+            choice = layout.cached(("call", key_of_spec, selection_key(backend)), partial(check, key_of_spec), other)
         except TypeError:  # an option can't be a part of a cache key, so it is wrong
-            spec, choice, prepared = check()
+            choice = check()
     has_biases = slopes is not None or relative is not None
-    if mode != TRACED and (has_biases or is_paged or not _fit(tensors, layout, key_layout)):
+    rows = query.shape[0], key.shape[0], value.shape[0]
+    if mode != TRACED and (has_biases or is_paged or rows != (layout.total, key_layout.total, key_layout.total)):
         _check_tensors_of_call(arguments, slopes)  # what is not in the cache key
-    call = Call(layout, key_layout, slopes, spec, None, relative)
-    if choice is None:
-        return PlannedCall(tensors, call, backend, mode, rewrap)
-    chosen, dims, direct = choice
-    call = call._replace(head_dims=dims, prepared=None if has_biases else prepared, is_direct=direct)
-    return PlannedCall(tensors, call, chosen, mode, rewrap)
+    chosen, spec, dims, is_direct, prepared = choice
+    call = Call(layout, key_layout, slopes, spec, dims, relative, None if has_biases else prepared, is_direct)
+    return PlannedCall(tensors, call, backend if chosen is None else chosen, mode, rewrap)
 
 
-def _fit(tensors: Tensors, layout: Layout, key_layout: Layout) -> bool:
-    """Whether there are as many rows as tokens, which needs no further check."""
-    query, key, value = tensors
-    return query.shape[0] == layout.total and key.shape[0] == value.shape[0] == key_layout.total
-
-
-def _check(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> _Checked:
-    """Check a call and choose its backend."""
-    spec = _spec(arguments, alibi_slopes is not None, options)
+def _check(
+    arguments: Arguments,
+    alibi_slopes: Tensor | None,
+    backend: str,
+    options: Mapping[str, Any],
+    key: tuple[Any, ...] | None = None,
+) -> Choice:
+    """Check a call and choose its backend. `key` identifies all but the layouts."""
+    spec = _spec(arguments, alibi_slopes is not None, options, key)
     _check_tensors_of_call(arguments, alibi_slopes)
     if arguments.mode == TRACED:
         if can_choose_later(spec, backend):
-            return _Checked(spec, None, {})
+            return Choice(None, spec)
         if is_compiling():
             graph_break(f"{_NO_OPERATOR}, so it runs outside of the graph")
         else:
             raise ValueError(f"{_NO_OPERATOR}, so it can't run on FakeTensors: pass tensors with values.")
-    call = Call(arguments.layout, arguments.key_layout, None, spec, None, arguments.relative)
-    return _Checked(spec, choose_for(call, backend), {})
+    return choose_for(Call(arguments.layout, arguments.key_layout, None, spec, None, arguments.relative), backend)
 
 
-def _spec(arguments: Arguments, alibi: bool, options: Mapping[str, Any]) -> AttentionSpec:
+_specs: dict[tuple[Any, ...], AttentionSpec] = {}  # of other batches
+
+
+def _spec(
+    arguments: Arguments, alibi: bool, options: Mapping[str, Any], key: tuple[Any, ...] | None = None
+) -> AttentionSpec:
     """The spec of a call. Raises an error if tensors do not match or an option is invalid."""
-    relative, needs_grad = arguments.relative, arguments.needs_grad
+    tensors, layout, key_layout, relative, needs_grad, *_, sinks = arguments
+    more = layout_fields(tensors[0], layout, key_layout)
+    key = key and (*key, *more.values())
+    if key is not None and (found := _specs.get(key)) is not None:
+        return found
     terms, relative_grad = ((), False) if relative is None else (relative.terms, needs_grad and relative.requires_grad)
-    more: Any = {"alibi": alibi, "relative": terms, "needs_grad": needs_grad, "relative_grad": relative_grad}
-    more["sinks"] = arguments.sinks
-    layouts = arguments.layout, arguments.key_layout
-    return AttentionSpec.of_tensors(arguments.tensors, *layouts, all_options(options), **more)
+    more |= {"alibi": alibi, "relative": terms, "needs_grad": needs_grad, "relative_grad": relative_grad}
+    spec = AttentionSpec.of_tensors(tensors, all_options(options), sinks=sinks, **more)
+    if key is not None:
+        if len(_specs) >= 1024:
+            _specs.clear()
+        _specs[key] = spec
+    return spec
 
 
 def _read(
@@ -403,7 +401,10 @@ def _read(
             layout, key_layout = tree.segments, tree.paths
         if layout is None:
             all_options(options)  # other names than ours say what the layout should be
-        layout, key_layout = _layouts(query, layout, key_layout, mode)
+        if mode == EAGER and type(layout) is SequenceLayout and (key_layout is None or key_layout is layout):
+            key_layout = layout
+        else:
+            layout, key_layout = _layouts(query, layout, key_layout, mode)
     is_paged = isinstance(key_layout, PagedLayout)
     if mode == TRACED or is_any_autocast_enabled():
         # pools are not cast, which would copy them in each call

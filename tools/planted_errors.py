@@ -167,6 +167,13 @@ ERRORS = [
         "attention/test_attention_errors.py",
     ),
     Error(
+        "the spec of a batch with other layouts is used",
+        "functional.py",
+        "key = key and (*key, *more.values())",
+        'key = key and (*key, more["paged"])',
+        "attention/test_random_calls.py backends/test_rewrites.py",
+    ),
+    Error(
         "autocast casts float64",
         "functional.py",
         "x.is_floating_point() and x.dtype != torch.float64",

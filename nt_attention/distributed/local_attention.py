@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..functional import plan
+from ..kernels import autograd
 from ..kernels.adapters import Tensors, differentiable_forward
-from ..kernels.autograd import Kernel, as_in_forward
 from ..kernels.backend import Backend, BackwardInputs
 from ..kernels.call import Call
 from ..kernels.select import selection_key, warn_if_slow
@@ -33,7 +33,7 @@ class LocalAttention:
         backend: as for `varlen_attention`.
         options: the options of `varlen_attention`.
         needs_grad: whether a backward follows.
-        planned: the calls that were planned before, and their kernels.
+        planned: the calls that were planned before, and their backends.
     """
 
     layout: SequenceLayout
@@ -42,7 +42,7 @@ class LocalAttention:
     backend: str
     options: dict[str, Any]
     needs_grad: bool
-    planned: dict[Any, tuple[Kernel, Call]] = field(default_factory=dict)
+    planned: dict[Any, tuple[Backend, Call]] = field(default_factory=dict)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, given: Tensor | None = None
@@ -61,20 +61,19 @@ class LocalAttention:
             planned = plan(*inputs, self.layout, self.key_layout, **more)
             backend = planned.backend
             assert isinstance(backend, Backend)
-            if backend.is_reference:
+            if backend.name == "reference":
                 warn_if_slow(planned.call, self.backend)
             if backend.differentiable:
                 with saved_tensors_hooks(_keep, _kept):
                     out, lse = differentiable_forward(backend, inputs, planned.call)
                 return out.detach(), lse.detach(), _SavedGraph(inputs, out, lse)
-        kernel = Kernel(backend)
-        if not backend.is_reference:  # it may be slow, and then warns
-            self.planned[plan_key] = kernel, planned.call
-        return self._run(kernel, planned.call, Tensors(*[x.detach() for x in inputs]), given)
+        if backend.name != "reference":  # it may be slow, and then warns
+            self.planned[plan_key] = backend, planned.call
+        return self._run(backend, planned.call, Tensors(*[x.detach() for x in inputs]), given)
 
-    def _run(self, kernel: Kernel, call: Call, inputs: Tensors, given: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
-        out, lse, *rest = kernel.forward(inputs, call, given)
-        return out, lse, _SavedTensors(kernel, call, [*inputs, self.slopes, lse, *rest])
+    def _run(self, backend: Backend, call: Call, inputs: Tensors, given: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
+        out, lse, *rest = autograd.forward(backend, inputs, call, given)
+        return out, lse, _SavedTensors(backend, call, [*inputs, self.slopes, lse, *rest])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -131,7 +130,7 @@ class Saved:
 class _SavedTensors(Saved):
     """Of a backend with a kernel for the backward."""
 
-    kernel: Kernel
+    backend: Backend
     call: Call
     tensors: list[Tensor | None]
 
@@ -149,7 +148,8 @@ class _SavedTensors(Saved):
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, slopes, lse, state, *more = tensors
         saved, inputs = BackwardInputs(grad, grad_lse, out, lse, state), Tensors(query, key, value)
-        grads = self.kernel.backward(saved, tuple(more), inputs, as_in_forward(self.call, slopes), dq)
+        call = autograd.as_in_forward(self.call, slopes)
+        grads = autograd.backward(self.backend, saved, tuple(more), inputs, call, dq)
         return grads[0], grads[1], grads[2]
 
 

@@ -40,8 +40,8 @@ def is_direct(backend: Backend, call: Call, dims: tuple[int, int] | None) -> boo
     spec = call.spec
     return (
         dims == (spec.head_dim, spec.value_dim)
-        and not (spec.paged or spec.tree or (backend.lower_right_only and spec.is_upper_left))
-        and (backend.takes_fully_masked_rows or not spec.may_have_fully_masked_rows)
+        and not (spec.paged or spec.tree or ("lower_right_only" in backend.traits and spec.is_upper_left))
+        and ("no_fully_masked_rows" not in backend.traits or not spec.may_have_fully_masked_rows)
         and min(call.layout.total, call.key_layout.total) > 0
     )
 
@@ -69,18 +69,18 @@ def forward(
 
     Rows past the layout's total are 0 and −inf. If the backend can write to `given` (T, H, Dv), that is `out`.
     """
-    is_given = given is not None and backend.takes_outputs
+    is_given = given is not None and "takes_outputs" in backend.traits
     if call.prepared and not is_given and (run := call.prepared.get(geometry(*inputs))) is not None:
         out, lse, *states = run(*inputs)
         return out, lse, states[0] if states else None
-    if backend.aligned_rows and not _are_aligned(*inputs):
+    if "aligned_rows" in backend.traits and not _are_aligned(*inputs):
         return forward(backend, Tensors(*_align(*inputs)), call, given)
     if not _runs_directly(call, inputs):
         return _adapted_forward(backend, inputs, call)
     if is_given:
         out, lse, *states = backend.forward(*inputs, call, out=given)
-    elif call.prepared is not None and backend.prepare_forward is not None:
-        run = _keep(call, geometry(*inputs), backend.prepare_forward(*inputs, call))
+    elif call.prepared is not None and backend.hooks.prepare_forward is not None:
+        run = _keep(call, geometry(*inputs), backend.hooks.prepare_forward(*inputs, call))
         out, lse, *states = run(*inputs)
     else:
         out, lse, *states = backend.forward(*inputs, call)
@@ -93,7 +93,7 @@ def forward(
 def differentiable_forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) and lse (T, H) of a backend whose forward PyTorch differentiates. Head dims are padded."""
     dims = _head_dims(backend, call)
-    if not backend.is_reference:  # the reference reads any strides
+    if backend.name != "reference":  # the reference reads any strides
         inputs = Tensors(*contiguous_in_head_dim(*_pad_all(inputs, dims)))
     out, lse = backend.forward(*inputs, call)[:2]
     return out[..., : call.spec.value_dim] if out.shape[-1] != call.spec.value_dim else out, lse
@@ -109,8 +109,7 @@ def _adapted_forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Ten
         return queries.restore(out, rows, 0.0), queries.restore(lse, rows, -torch.inf).T.contiguous().T, state
     layout, key_layout, _, spec, *_ = call
     if layout.total == 0 or key_layout.total == 0:  # kernels can't be launched on empty tensors
-        at = "cpu" if backend.rng_on_host else query.device
-        state = torch.zeros(2, dtype=torch.int64, device=at) if spec.dropout_p else None
+        state = torch.zeros(2, dtype=torch.int64, device=query.device) if spec.dropout_p else None
         lse_dtype = torch.promote_types(query.dtype, torch.float32)
         lse = query.new_full((query.shape[1], rows), -torch.inf, dtype=lse_dtype).T
         out = query.new_zeros(rows, query.shape[1], value.shape[2])
@@ -135,21 +134,21 @@ def backward(
     Those of query, key and value have the strides of `empty_like`. Those of a relative bias are contiguous, and in its
     dtype. If the backend can write to `dq` (T, H, D), that is the gradient of the query.
     """
-    is_given = dq is not None and backend.takes_outputs
+    is_given = dq is not None and "takes_outputs" in backend.traits
+    if not saved.grad.stride(-1) == saved.out.stride(-1) == 1:
+        grad, out = contiguous_in_head_dim(saved.grad, saved.out)
+        saved = saved._replace(grad=grad, out=out)
     if call.prepared and not is_given and (run := call.prepared.get(geometry(*saved, *inputs))) is not None:
         return run(saved, *inputs)
-    if backend.rng_on_host and saved.rng_state is not None:  # an operator returns it on the device of `out`
-        saved = saved._replace(rng_state=saved.rng_state.cpu())
-    if backend.aligned_rows and not _are_aligned(saved.grad, saved.out, *inputs):
+    if "aligned_rows" in backend.traits and not _are_aligned(saved.grad, saved.out, *inputs):
         grad, out, *aligned = _align(saved.grad, saved.out, *inputs)
         grads = backward(backend, saved._replace(grad=grad, out=out), Tensors(*aligned), call, dq)
         restored = zip(grads, contiguous_in_head_dim(*inputs), strict=False)
         return (*[grad if grad is dq else _with_strides_of(grad, x) for grad, x in restored], *grads[3:])
-    is_plain = saved.grad_lse is None and call.relative is None and saved.grad.stride(-1) == saved.out.stride(-1) == 1
-    if not (is_plain and _runs_directly(call, inputs)):
+    if not (saved.grad_lse is None and call.relative is None and _runs_directly(call, inputs)):
         return _adapted_backward(backend, saved, inputs, call, dq)
-    if call.prepared is not None and not is_given and backend.prepare_backward is not None:
-        run = _keep(call, geometry(*saved, *inputs), backend.prepare_backward(saved, *inputs, call))
+    if call.prepared is not None and not is_given and backend.hooks.prepare_backward is not None:
+        run = _keep(call, geometry(*saved, *inputs), backend.hooks.prepare_backward(saved, *inputs, call))
         return run(saved, *inputs)
     assert backend.backward is not None
     more = {"dq": dq} if is_given else {}
@@ -160,7 +159,6 @@ def backward(
 def _adapted_backward(
     backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Call, dq: Tensor | None
 ) -> Gradients:
-    saved = saved._replace(grad=contiguous_in_head_dim(saved.grad)[0], out=contiguous_in_head_dim(saved.out)[0])
     inputs = Tensors(*contiguous_in_head_dim(*inputs))
     if (rewritten := rewrite(backend, *inputs, call)) is not None:
         return _rewritten_backward(backend, saved, inputs, rewritten)
@@ -220,8 +218,8 @@ def _kernel_backward(
     assert backend.backward is not None
     dims = _head_dims(backend, call)
     grad_lse = saved.grad_lse
-    if grad_lse is None or backend.lse_gradient:
-        takes_dq = dq is not None and backend.takes_outputs and dq.shape[2] == dims[0]
+    if grad_lse is None or "lse_gradient" in backend.traits:
+        takes_dq = dq is not None and "takes_outputs" in backend.traits and dq.shape[2] == dims[0]
         more = {"dq": dq} if takes_dq else {}
         return backend.backward(_pad_saved(saved, dims), *_pad_all(inputs, dims), call, **more)
     if (with_columns := _with_lse_columns(backend, saved, grad_lse, inputs, call.spec)) is not None:
@@ -283,7 +281,7 @@ def contiguous_in_head_dim(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def readable(backend: Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, copied where this kernel can't read them."""
-    return contiguous_in_head_dim(*(_align(*tensors) if backend.aligned_rows else tensors))
+    return contiguous_in_head_dim(*(_align(*tensors) if "aligned_rows" in backend.traits else tensors))
 
 
 def _are_aligned(*tensors: Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,89 +42,86 @@ def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Ca
     Returns:
         out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
     """
-    if isinstance(backend, Backend) and backend.differentiable and not call.spec.paged:
+    if isinstance(backend, Backend) and "differentiable" in backend.traits and not call.spec.paged:
         if call.spec.tree:
             tensors, call = tree.with_copied_keys(tensors, call)
         out, lse = adapters.differentiable_forward(backend, tensors, call)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks, call.layout)
-    if mode != EAGER:
+    is_eager = mode == EAGER
+    if not is_eager:
         refuse_transforms()
     if call.spec.needs_grad and not call.spec.paged:
         out, lse, *_ = _run_with_gradients(backend, tensors, call, mode)
     else:
-        out, lse, *_ = Kernel(backend, mode == EAGER).forward(tensors, call)
+        out, lse, *_ = forward(backend, tensors, call, is_eager=is_eager)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks, call.layout)
 
 
 def _run_with_gradients(backend: Backend | str, tensors: Tensors, call: Call, mode: str) -> tuple[Any, ...]:
-    kernel, in_transform = Kernel(backend, mode == EAGER), mode != EAGER and is_transformed()
+    in_transform = mode != EAGER and is_transformed()
     if mode == TRACED and not in_transform:  # in a graph, the custom operator itself is differentiable
-        return kernel.forward(tensors, call)
+        return forward(backend, tensors, call)
     relative = _relative_tensors(call)
     call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
     if call.spec.score_mod is not None:  # the backward calls it again
         call = call._replace(spec=replace(call.spec, score_mod=frozen(call.spec.score_mod)))
     function = _Attention if in_transform else _EagerAttention
-    return function.apply(*tensors, (kernel, call), *relative)
+    return function.apply(*tensors, (backend, call, mode == EAGER), *relative)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """The kernel of a backend, or of the one that an operator selects for a name when a graph runs.
+def forward(
+    backend: Backend | str, inputs: Tensors, call: Call, given: Tensor | None = None, *, is_eager: bool = False
+) -> tuple[Any, ...]:
+    """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward.
 
-    It runs as a custom operator if a compiler, dispatch mode or function transform must see it. Otherwise it is called
-    directly, which saves 40 µs of host time.
+    It runs as a custom operator if a compiler, dispatch mode or function transform must see it. Otherwise the kernel is
+    called directly, which saves 40 µs of host time.
 
-    Attributes:
+    Args:
+        backend: The backend, or a name for which an operator selects one when a graph runs.
+        inputs, call: As for a backend's forward.
+        given: If the backend can write to this tensor (T, H, Dv), that is `out`.
         is_eager: Whether it is known that nobody must see the forward. Else it asks.
     """
+    if isinstance(backend, str) or not (is_eager or not _is_observed(call, *inputs)):
+        return _operator("forward", call)(*inputs, *arguments_of(call, _name(backend)))
+    if call.spec.paged:
+        return paged.forward(backend, *inputs, call)
+    if call.spec.tree:
+        return tree.forward(backend, inputs, call)
+    return adapters.forward(backend, inputs, call, given)
 
-    backend: Backend | str
-    is_eager: bool = False
 
-    def forward(self, inputs: Tensors, call: Call, given: Tensor | None = None) -> tuple[Any, ...]:
-        """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward.
+def backward(
+    backend: Backend | str,
+    saved: BackwardInputs,
+    more: tuple[Any, ...],
+    inputs: Tensors,
+    call: Call,
+    dq: Tensor | None = None,
+) -> Gradients:
+    """The gradients, see `Gradients`. `more` are the further results of the forward.
 
-        If the backend can write to `given` (T, H, Dv), that is `out`.
-        """
-        if isinstance(self.backend, str) or not (self.is_eager or not _is_observed(call, *inputs)):
-            return _operator("forward", call)(*inputs, *arguments_of(call, self._name))
-        if call.spec.paged:
-            return paged.forward(self.backend, *inputs, call)
-        if call.spec.tree:
-            return tree.forward(self.backend, inputs, call)
-        return adapters.forward(self.backend, inputs, call, given)
+    If the backend can write to `dq` (T, H, D), that is the gradient of the query.
+    """
+    if isinstance(backend, Backend):
+        is_eager = not _is_observed(call, saved.grad, *inputs)
+        if is_eager and call.spec.tree:
+            return tree.backward(backend, saved, inputs, call)
+        if is_eager:
+            return adapters.backward(backend, saved, inputs, call, dq)
+        if call.spec.tree:  # a graph or a dispatch mode sees the backward; operators have no trees
+            return tree.backward_with_copies(functools.partial(backward, backend, saved, more), inputs, call)
+        more = more or (torch.tensor([number_of(backend)], device="cpu"),)
+    if saved.rng_state is None:
+        saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))
+    arguments = arguments_of(call, _name(backend))
+    query, key, value, biases = _operator("backward", call)(*saved, *more, *inputs, *arguments)
+    return (query, key, value, *biases)
 
-    def backward(
-        self,
-        saved: BackwardInputs,
-        more: tuple[Any, ...],
-        inputs: Tensors,
-        call: Call,
-        dq: Tensor | None = None,
-    ) -> Gradients:
-        """The gradients, see `Gradients`. `more` are the further results of the forward.
 
-        If the backend can write to `dq` (T, H, D), that is the gradient of the query.
-        """
-        if isinstance(self.backend, Backend):
-            is_eager = not _is_observed(call, saved.grad, *inputs)
-            if is_eager and call.spec.tree:
-                return tree.backward(self.backend, saved, inputs, call)
-            if is_eager:
-                return adapters.backward(self.backend, saved, inputs, call, dq)
-            if call.spec.tree:  # a graph or a dispatch mode sees the backward; operators have no trees
-                return tree.backward_with_copies(functools.partial(self.backward, saved, more), inputs, call)
-            more = more or (torch.tensor([number_of(self.backend)], device="cpu"),)
-        if saved.rng_state is None:
-            saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))
-        arguments = arguments_of(call, self._name)
-        query, key, value, biases = _operator("backward", call)(*saved, *more, *inputs, *arguments)
-        return (query, key, value, *biases)
-
-    @property
-    def _name(self) -> str:
-        return self.backend if isinstance(self.backend, str) else self.backend.name
+def _name(backend: Backend | str) -> str:
+    return backend if isinstance(backend, str) else backend.name
 
 
 def _operator(direction: str, call: Call) -> Callable[..., Any]:
@@ -143,10 +140,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, what: tuple[Kernel, Call], *relative: Tensor
+        query: Tensor, key: Tensor, value: Tensor, what: tuple[Backend | str, Call, bool], *relative: Tensor
     ) -> tuple[Any, ...]:
-        kernel, call = what
-        return kernel.forward(Tensors(query, key, value), _with_relative(call, relative))
+        backend, call, is_eager = what
+        return forward(backend, Tensors(query, key, value), _with_relative(call, relative), is_eager=is_eager)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -154,7 +151,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        kernel, call = ctx.what
+        backend, call, _ = ctx.what
         refuse_transforms(grad, grad_lse)
         query, key, value, slopes, *rest = ctx.saved_tensors
         relative, (out, lse, state, *more) = _split_relative(call, rest)
@@ -163,9 +160,10 @@ class _Attention(torch.autograd.Function):
             return (None,) * (4 + len(relative))
         saved = BackwardInputs(torch.zeros_like(out) if grad is None else grad, grad_lse, out, lse, state)
         if torch.is_grad_enabled():  # create_graph=True
-            grads = _Gradients.apply((kernel, call), query, key, value, *relative, *saved, *more)
+            grads = _Gradients.apply((backend, call), query, key, value, *relative, *saved, *more)
         else:
-            grads = kernel.backward(saved, tuple(more), Tensors(query, key, value), _with_relative(call, relative))
+            inputs, call = Tensors(query, key, value), _with_relative(call, relative)
+            grads = backward(backend, saved, tuple(more), inputs, call)
         if not relative:
             return (*grads, None)
         of_biases = grads[3:] or (None,) * (len(relative) - 1)
@@ -176,11 +174,11 @@ class _Gradients(torch.autograd.Function):
     """The gradients. Differentiating them raises an error; without this function, PyTorch would return 0."""
 
     @staticmethod
-    def forward(what: tuple[Kernel, Call], *tensors: Any) -> tuple[Tensor, ...]:
-        kernel, call = what
+    def forward(what: tuple[Backend | str, Call], *tensors: Any) -> tuple[Tensor, ...]:
+        backend, call = what
         relative, rest = _split_relative(call, tensors[3:])
         saved, more = BackwardInputs(*rest[:5]), tuple(rest[5:])
-        return kernel.backward(saved, more, Tensors(*tensors[:3]), _with_relative(call, relative))
+        return backward(backend, saved, more, Tensors(*tensors[:3]), _with_relative(call, relative))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -209,7 +207,7 @@ class _EagerAttention(_Attention):
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     query, key, value, ctx.what, *relative = inputs
-    _, call = ctx.what
+    _, call, _ = ctx.what
     out, lse, *more = output
     ctx.mark_non_differentiable(*[x for x in more if x is not None])
     ctx.set_materialize_grads(False)  # grad_lse is mostly None, which is cheaper than zeros

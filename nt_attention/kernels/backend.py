@@ -7,7 +7,7 @@ values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -86,10 +86,52 @@ class HeadDims:
         if self.only is not None and not ignore_only:
             enough = [(d, v) for d, v in self.only if d >= head_dim and v >= value_dim]
             return min(enough, key=sum, default=None)
-        d, v = (max(self.least, -(-dim // self.multiple) * self.multiple) for dim in (head_dim, value_dim))
+        d = max(self.least, -(-head_dim // self.multiple) * self.multiple)
+        v = max(self.least, -(-value_dim // self.multiple) * self.multiple)
         if self.equal:
             d = v = max(d, v)
         return (d, v) if max(d, v) <= self.most else None
+
+
+# What the adapters must know of a kernel.
+TRAITS = {
+    "differentiable": "`forward` consists of differentiable operations: outside of graphs, PyTorch differentiates "
+    "them. Adapters only pad head dims and make them contiguous.",
+    "lower_right_only": "It supports only lower right alignment. Other calls are rewritten.",
+    "no_fully_masked_rows": "It is called without queries that see no key. `features` must not have 'window'.",
+    "reads_past_end": "It reads rows past the last offset, so it is called without these rows.",
+    "aligned_rows": "Each row of a head must begin at a multiple of 16 bytes. Others are copied.",
+    "takes_outputs": "`forward` takes `out=` (T, H, Dv) and `backward` `dq=` (T, H, D), tensors of any strides of rows "
+    "and heads, and writes its result there.",
+    "takes_parts": "`backward` computes the weights from `saved.lse`, and uses `saved.out` as `adapters.py` says. So "
+    "the gradients of calls with parts of the keys add up, if each gets `out` and `lse` of all keys (`tree.py`).",
+    "lse_gradient": "`backward` supports the gradient of lse. Otherwise it is added, which needs a backward that "
+    "computes with `saved.out` and `saved.lse`.",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Hooks:
+    """What few kernels have besides a forward and a backward. All are optional.
+
+    Attributes:
+        prepare_forward, prepare_backward: Return a forward, or a backward, for other tensors of the same geometry
+            (`geometry` in `kernels/call.py`). It runs in place of `forward` or `backward` if the call has no tensors
+            but query, key and value, and needs no adapter.
+        paged_forward: `forward` for calls in which `call.key_layout` is a `PagedLayout`, and key and value are pools
+            (pages, page size, G, D) or (rows, G, D) that are contiguous in the last dimension. Rows past the layout's
+            total may be left unwritten. No adapter runs around it. If `features` has "paged", calls that need an
+            adapter, and all calls without `paged_forward`, get keys that were copied into packed tensors.
+        takes_tree: Whether `tree_forward` and `tree_backward` can run a call with a `TreeLayout`, which is then
+            `call.layout`. They return the rows of the tree. `tree_backward` gets no gradient of lse.
+    """
+
+    prepare_forward: PrepareForward | None = None
+    prepare_backward: PrepareBackward | None = None
+    paged_forward: Forward | None = None
+    takes_tree: Callable[[AttentionSpec], bool] = lambda spec: False
+    tree_forward: Forward | None = None
+    tree_backward: Backward | None = None
 
 
 @dataclass(frozen=True, eq=False)  # two with the same fields are two; hashed in each call
@@ -107,51 +149,24 @@ class Backend:
             state (2,). A fully masked row gives 0 and −inf. Rows past the layout's total may be left unwritten.
         backward: `backward(saved, query, key, value, call)` returns `Gradients`. In those of query, key and value, rows
             past the totals may be left unwritten. If it is not None, forward and backward are registered as custom
-            operators (`kernels/custom_ops.py`).
-        prepare_forward, prepare_backward: Return a forward, or a backward, for other tensors of the same geometry
-            (`geometry` in `kernels/call.py`). It runs in place of `forward` or `backward` if the call has no tensors
-            but query, key and value, and needs no adapter. None if there is nothing to save by it.
-        differentiable: Whether `forward` consists of differentiable operations. Outside of graphs, PyTorch then
-            differentiates these, any number of times, and neither `backward` nor adapters are used, except that head
-            dims are padded and made contiguous.
-        inference_only: Whether the kernel has no gradients. One of `backward`, `differentiable` and `inference_only` is
-            needed.
-        paged_forward: `forward` for calls in which `call.key_layout` is a `PagedLayout`, and key and value are pools
-            (pages, page size, G, D) or (rows, G, D) that are contiguous in the last dimension. Rows past the layout's
-            total may be left unwritten. No adapter runs around it. If `features` has "paged", calls that need an
-            adapter, and all calls if `paged_forward` is None, get keys that were copied into packed tensors.
+            operators (`kernels/custom_ops.py`). A backend without it that is not "differentiable" is for inference.
         features: The features of `FEATURES` that the kernel supports, according to its documentation.
+        traits: What the adapters must know of the kernel: names in `TRAITS`.
         device_type: The device type of its tensors; None for any.
-        min_capability: The lowest supported compute capability of a CUDA device, (major, minor).
         dtypes: The supported dtypes; None for all.
         head_dims: The supported head dims.
         refuses: Returns further reasons why the backend cannot run a call, each a sentence that says what to change.
-        lower_right_only: Whether the kernel supports only lower right alignment. Other calls are rewritten for it.
-        takes_fully_masked_rows: Whether the kernel supports queries that see no key. If not, the kernel is called
-            without these queries, and `features` must not have "window".
-        reads_past_end: Whether the kernel reads rows past the last offset. If so, it is called without these rows.
-        aligned_rows: Whether each row of a head must begin at a multiple of 16 bytes. If so, others are copied.
-        takes_outputs: Whether `forward` takes `out=` (T, H, Dv) and `backward` takes `dq=` (T, H, D), and writes its
-            result to this tensor, whatever the strides of rows and heads are.
-        takes_parts: Whether `backward` computes the weights from `saved.lse`, and uses `saved.out` as
-            `kernels/adapters.py` says. Then a softmax over several calls, each with a part of the keys, has the sum of
-            their gradients, if each gets the output and the log-sum-exp of all keys (`kernels/tree.py`).
-        takes_tree: Whether `tree_forward` and `tree_backward` can run a call with a `TreeLayout`, which is then
-            `call.layout`. They return the rows of the tree. `tree_backward` gets no gradient of lse.
-        lse_gradient: Whether `backward` supports the gradient of lse. If not, `kernels/adapters.py` adds it. This needs
-            a backward that computes with `saved.out` and `saved.lse`.
-        rng_on_host: Whether `forward` returns the random state on the CPU.
-        is_reference: Whether it is the reference, which supports calls on every device.
         expected_us: Returns the expected device time in µs of a call that the backend can run: the forward, plus the
             backward if `spec.needs_grad`. None if it should not run this call under "auto". A registered backend
             without this function runs by name only. Our backends have a cost model instead (`kernels/cost_model.py`).
+        hooks: Further functions, see `Hooks`.
 
     Example:
         >>> import torch
         >>> from nt_attention.kernels.backend import COMMON, Backend
         >>> from nt_attention.kernels.backends import reference
         >>> from nt_attention.kernels.call import AttentionSpec
-        >>> more = {"differentiable": True, "features": COMMON}
+        >>> more = {"traits": {"differentiable"}, "features": COMMON}
         >>> backend = Backend("mine", "an example", lambda: None, reference.forward, **more)
         >>> shapes, options = ((14, 8, 64),) * 3, {"scale": None, "dropout_p": 0.1}
         >>> spec = AttentionSpec.of(torch.device("cpu"), torch.float32, shapes, options)
@@ -164,51 +179,43 @@ class Backend:
     missing: Callable[[], str | None]
     forward: Forward
     backward: Backward | None = None
-    prepare_forward: PrepareForward | None = None
-    prepare_backward: PrepareBackward | None = None
-    differentiable: bool = False
-    inference_only: bool = False
-    paged_forward: Forward | None = None
-    features: frozenset[str] = frozenset()
+    features: Set[str] = frozenset()
+    traits: Set[str] = frozenset()
     device_type: str | None = None
-    min_capability: tuple[int, int] = (0, 0)
     dtypes: tuple[torch.dtype, ...] | None = None
     head_dims: HeadDims = field(default_factory=HeadDims)
     refuses: Callable[[AttentionSpec], list[str]] = lambda spec: []
-    lower_right_only: bool = False
-    takes_fully_masked_rows: bool = True
-    reads_past_end: bool = False
-    aligned_rows: bool = False
-    takes_outputs: bool = False
-    takes_parts: bool = False
-    takes_tree: Callable[[AttentionSpec], bool] | None = None
-    tree_forward: Forward | None = None
-    tree_backward: Backward | None = None
-    lse_gradient: bool = False
-    rng_on_host: bool = False
-    is_reference: bool = False
     expected_us: Callable[[AttentionSpec, CallSize], float | None] | None = None
+    hooks: Hooks = field(default_factory=Hooks)
 
     def __post_init__(self) -> None:
-        if self.backward is None and not (self.differentiable or self.inference_only):
-            raise ValueError(
-                f"{self.name}: pass backward, or differentiable=True if forward is, or inference_only=True."
-            )
+        object.__setattr__(self, "traits", frozenset(self.traits))
+        if unknown := sorted(self.traits - TRAITS.keys()):
+            raise ValueError(f"{self.name}: there is no trait {unknown[0]!r}: pass some of {', '.join(TRAITS)}.")
         # The rewrite that removes fully masked rows assumes that they are the first queries of a sequence.
-        if not self.takes_fully_masked_rows and "window" in self.features:
-            raise ValueError(f"{self.name}: takes_fully_masked_rows=False is not supported together with 'window'.")
+        if "no_fully_masked_rows" in self.traits and "window" in self.features:
+            raise ValueError(f"{self.name}: 'no_fully_masked_rows' is not supported together with 'window'.")
 
     def reads_pools(self, spec: AttentionSpec) -> bool:
         """Whether `paged_forward` runs a call with keys in pools, and no adapter is needed. Else keys are copied."""
-        if self.paged_forward is None or not self.takes_fully_masked_rows:
+        if self.hooks.paged_forward is None or "no_fully_masked_rows" in self.traits:
             return False
         dims = (spec.head_dim, spec.value_dim)
-        return self.head_dims.padded(*dims) == dims and not (self.lower_right_only and spec.is_upper_left)
+        return self.head_dims.padded(*dims) == dims and not ("lower_right_only" in self.traits and spec.is_upper_left)
+
+    @property
+    def differentiable(self) -> bool:
+        return "differentiable" in self.traits
+
+    @property
+    def inference_only(self) -> bool:
+        """Whether it has no gradients."""
+        return self.backward is None and not self.differentiable
 
     @property
     def has_operators(self) -> bool:
         """Whether it runs as custom operators in graphs. Otherwise it runs outside of them."""
-        return self.backward is not None or self.inference_only
+        return self.backward is not None or not self.differentiable
 
     def unsupported(self, spec: AttentionSpec) -> list[str]:
         """Why the backend cannot run a call, according to its documentation; empty if it can."""
@@ -216,10 +223,6 @@ class Backend:
         if self.device_type is not None and spec.device.type != self.device_type:
             wanted = "the CPU" if self.device_type == "cpu" else f"a {self.device_type.upper()} device"
             reasons.append(f"tensors must be on {wanted}, got {spec.device}: move them there.")
-        elif spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < self.min_capability:
-            needed = ".".join(map(str, self.min_capability))
-            name = torch.cuda.get_device_name(spec.device)
-            reasons.append(f"compute capability {needed} or higher is required, which {name} does not have.")
         if self.dtypes is not None and spec.dtype not in self.dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             reasons.append(f"dtype must be {names}, got {spec.dtype}: cast the inputs or use torch.autocast.")

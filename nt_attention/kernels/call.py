@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from ..compiler import is_traced
+from ..compiler import derived, is_traced
 from ..layouts.paged import PagedLayout
 from ..layouts.protocol import Layout
 from ..layouts.tree import TreeLayout
@@ -203,50 +203,30 @@ class AttentionSpec:
 
     @classmethod
     def of_tensors(
-        cls,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        layout: Layout,
-        key_layout: Layout | PagedLayout,
-        options: Mapping[str, Any],
-        **more: Any,
+        cls, tensors: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any], **more: Any
     ) -> AttentionSpec:
         """The spec of a call with query, key and value, after checks of dtypes and devices.
 
         Args:
             tensors: Query (T, H, D), key (S, G, D) and value (S, G, Dv), or pools with a `PagedLayout`.
-            layout, key_layout: The sequences of queries and of keys.
-            options, **more: As for `of`.
+            options, **more: As for `of`, with `layout_fields`.
 
         Raises:
-            ValueError: The tensors, layouts or options do not fit each other.
+            ValueError: The tensors or options do not fit each other.
         """
         query, key, value = tensors
-        is_paged = isinstance(key_layout, PagedLayout)
-        check_tensors(query, key, value, is_paged)
-        if layout.batch_size != key_layout.batch_size:
-            raise ValueError(
-                f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many "
-                "sequences of keys as of queries. A sequence may have length 0."
-            )
+        check_tensors(query, key, value, more["paged"])
         shapes: Any = (query.shape, key.shape, value.shape)
-        if is_paged:
+        if more["paged"]:
             shapes = (query.shape, (1, *key.shape[-2:]), (1, *value.shape[-2:]))
-        known = layout.knows_lengths and (is_paged or key_layout.knows_lengths)
-        is_same = key_layout is layout
-        if not (
-            is_same or isinstance(key_layout, PagedLayout) or is_traced(query)
-        ):  # a graph may run with other lengths
-            is_same = layout.same_lengths(key_layout)
-        more |= {"tree": isinstance(layout, TreeLayout)}
-        more |= {"equal_lengths": is_same, "keyless": key_layout.min_seqlen == 0 or (is_traced(query) and not is_same)}
-        return cls.of(query.device, query.dtype, shapes, options, bounded=not known, paged=is_paged, **more)
+        return cls.of(query.device, query.dtype, shapes, options, **more)
 
-    @property
+    @derived
     def window(self) -> Window:
         """The window of visible keys, causality included."""
         return Window.of(self.window_size, self.is_causal)
 
-    @property
+    @derived
     def has_positive_scale(self) -> bool:
         """Whether the scale is a positive normal number of float32, or of float64 if the inputs are float64.
 
@@ -255,32 +235,32 @@ class AttentionSpec:
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         return self.scale >= torch.finfo(dtype).tiny
 
-    @property
+    @derived
     def has_bias(self) -> bool:
         """Whether ALiBi or a relative bias is added to the scores, by the distances of keys."""
         return self.alibi or bool(self.relative)
 
-    @property
+    @derived
     def has_mods(self) -> bool:
         """Whether it has a score_mod or a mask_mod."""
         return self.score_mod is not None or self.mask_mod is not None
 
-    @property
+    @derived
     def nonlinear(self) -> list[str]:
         """The options of this call that make a score nonlinear in query · key."""
         return [name for name in ("softcap", "score_mod") if getattr(self, name) != OPTIONS[name].default]
 
-    @property
+    @derived
     def may_have_fully_masked_rows(self) -> bool:
         """Whether some query may see no key. If lengths are equal, each query sees its own position."""
         return not self.equal_lengths and (self.keyless or not self.window.is_open)
 
-    @property
+    @derived
     def lower_right(self) -> bool:
         """Whether alignment is lower right, or lengths are equal, so that both alignments are the same."""
         return self.equal_lengths or self.causal_alignment == "lower_right"
 
-    @property
+    @derived
     def is_upper_left(self) -> bool:
         """Whether the call needs upper left alignment. False if lengths are equal or every key is visible."""
         return not self.lower_right and not self.window.is_open
@@ -289,7 +269,7 @@ class AttentionSpec:
         """The key position of query 0: query i is at key position i + shift."""
         return keys - queries if self.causal_alignment == "lower_right" else 0
 
-    @property
+    @derived
     def features(self) -> frozenset[str]:
         """The names in `FEATURES` of the features that this call needs."""
         window = self.window
@@ -399,6 +379,30 @@ def check_options(**given: object) -> None:
     """
     for name, value in given.items():
         OPTIONS[name].parse(name, value)
+
+
+def layout_fields(query: Tensor, layout: Layout, key_layout: Layout | PagedLayout) -> dict[str, Any]:
+    """The fields of an `AttentionSpec` that follow from the layouts of queries and keys.
+
+    Raises:
+        ValueError: The layouts have different numbers of sequences.
+    """
+    if layout.batch_size != key_layout.batch_size:
+        raise ValueError(
+            f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many "
+            "sequences of keys as of queries. A sequence may have length 0."
+        )
+    is_paged, is_same = isinstance(key_layout, PagedLayout), key_layout is layout
+    is_unknown = not is_same and is_traced(query)  # a graph may run with other lengths
+    if not (is_same or is_unknown or isinstance(key_layout, PagedLayout)):
+        is_same = layout.same_lengths(key_layout)
+    return {
+        "equal_lengths": is_same,
+        "keyless": is_unknown or key_layout.min_seqlen == 0,
+        "bounded": not (layout.knows_lengths and (is_paged or key_layout.knows_lengths)),
+        "paged": is_paged,
+        "tree": isinstance(layout, TreeLayout),
+    }
 
 
 class Call(NamedTuple):

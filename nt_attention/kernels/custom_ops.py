@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,19 @@ from ..operators import LIBRARY, define
 from . import adapters, paged, registry
 from .adapters import Tensors
 from .backend import BackwardInputs
-from .call import OPTIONS, SCHEMA, AttentionSpec, Call, PreparedRuns, check_slopes, from_schema, schema_values
+from .call import (
+    OPTIONS,
+    SCHEMA,
+    AttentionSpec,
+    Call,
+    check_slopes,
+    from_schema,
+    layout_fields,
+    schema_values,
+)
 from .relative import TERMS, RelativeBias, check_relative, check_type
-from .select import Choice, select_again, select_in_operator, selection_key
+from .select import Choice, choose_for, select_again, selection_key
 
-_T = TypeVar("_T")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes"
 _RELATIVE = "Tensor? buckets, Tensor? bias, Tensor? query_bias, Tensor? key_bias"
 # Of a `PagedLayout`: its tensors, and its page size, max_seqlen and whether it has slots; empty for packed keys.
@@ -87,11 +95,13 @@ def call_of(arguments: Any) -> Call:
     Raises:
         ValueError: The tensors do not fit each other.
     """
-    return _paged_call(arguments) if arguments.table is not None else _cached_call(arguments, (), lambda call: None)[0]
+    if arguments.table is not None:
+        return _paged_call(arguments)
+    return _cached_call(arguments, ("call",), lambda call: Choice(None, call.spec))[0]
 
 
-def _cached_call(arguments: Any, key: tuple[Any, ...], more: Callable[[Call], _T]) -> tuple[Call, _T]:
-    """The call, and `more(call)`, which depends on the spec, the layouts and `key`. It is cached with the layouts."""
+def _cached_call(arguments: Any, key: tuple[Any, ...], select: Callable[[Call], Choice]) -> tuple[Call, Any]:
+    """The call and its backend. What `select` chooses depends on `key` too, and is cached with the layouts."""
     query, k, value, slopes = arguments.query, arguments.key, arguments.value, arguments.alibi_slopes
     layout, key_layout = _layouts(arguments)
     relative = None if arguments.buckets is None else RelativeBias(arguments.buckets, *arguments[_BIASES])
@@ -100,26 +110,25 @@ def _cached_call(arguments: Any, key: tuple[Any, ...], more: Callable[[Call], _T
     terms = () if relative is None else relative.terms
     values = tuple([tuple(x) if isinstance(x, list) else x for x in arguments[_VALUES]])
 
-    def build() -> tuple[AttentionSpec, _T, PreparedRuns]:
+    def build() -> Choice:
         layout.check_rows(query, "query")
         key_layout.check_keys(k, value)
         fields = from_schema(values)
         options = {name: fields.pop(name) for name in OPTIONS.keys() & fields.keys()}
-        more_fields = {"alibi": slopes is not None, "relative": terms, **fields}
-        spec = AttentionSpec.of_tensors((query, k, value), layout, key_layout, options, **more_fields)
-        return spec, more(Call(layout, key_layout, slopes, spec, None, relative)), {}
+        fields |= {"alibi": slopes is not None, "relative": terms, **layout_fields(query, layout, key_layout)}
+        spec = AttentionSpec.of_tensors((query, k, value), options, **fields)
+        return select(Call(layout, key_layout, slopes, spec, None, relative))
 
     of_tensors = [item for x in (query, k, value) for item in (x.shape, x.dtype, x.device)]
     full_key = ("operator", *of_tensors, slopes is None, terms, values, key)
-    prepared: PreparedRuns | None
-    spec, found, prepared = layout.cached(full_key, build, key_layout)
+    choice = layout.cached(full_key, build, key_layout)
+    prepared = choice.prepared if slopes is None and relative is None else None
     if slopes is not None:
-        prepared = None
         check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
     if relative is not None:
-        prepared = None
         check_relative(relative, query, k)
-    return Call(layout, key_layout, slopes, spec, None, relative, prepared), found
+    call = Call(layout, key_layout, slopes, choice.spec, choice.head_dims, relative, prepared, choice.is_direct)
+    return call, choice.backend
 
 
 def _layouts(arguments: Any) -> tuple[Layout, Layout]:
@@ -155,7 +164,8 @@ def _paged_call(arguments: Any) -> Call:
     if slopes is not None:
         check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
     options = {name: x for name, x in from_schema(arguments[_VALUES]).items() if name in OPTIONS}
-    spec = AttentionSpec.of_tensors((query, key, value), layout, pages, options, alibi=slopes is not None)
+    fields = layout_fields(query, layout, pages)
+    spec = AttentionSpec.of_tensors((query, key, value), options, alibi=slopes is not None, **fields)
     return Call(layout, pages, slopes, spec)
 
 
@@ -170,19 +180,17 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     empty = query.new_empty(0, dtype=torch.int64)
     if arguments.table is not None:
         call = _paged_call(arguments)
-        out, lse = paged.forward(select_in_operator(call, arguments.backend).backend, query, key, value, call)
+        backend: Any = choose_for(call, arguments.backend, in_graph=True).backend
+        out, lse = paged.forward(backend, query, key, value, call)
         return out, lse, empty, empty.clone()
+    call, backend = _cached_call(arguments, ("forward", *selection_key(arguments.backend)), _select(arguments))
+    out, lse, state = adapters.forward(backend, inputs, call)
+    selected = empty.clone() if arguments.bounds else torch.tensor([registry.number_of(backend)], device="cpu")
+    return out, lse, empty if state is None else state.to(out.device), selected
 
-    def select(call: Call) -> tuple[Choice, Tensor]:
-        choice = select_in_operator(call, arguments.backend)
-        if arguments.bounds:
-            return choice, empty
-        return choice, torch.tensor([registry.number_of(choice.backend)], device="cpu")
 
-    key_of_choice = ("forward", *selection_key(arguments.backend))
-    call, ((backend, dims, direct), selected) = _cached_call(arguments, key_of_choice, select)
-    out, lse, state = adapters.forward(backend, inputs, call._replace(head_dims=dims, is_direct=direct))
-    return out, lse, empty if state is None else state.to(out.device), selected.clone()
+def _select(arguments: Any) -> Callable[[Call], Choice]:
+    return lambda call: choose_for(call, arguments.backend, in_graph=True)
 
 
 def _backward(*given: Any) -> _Gradients:
@@ -190,12 +198,11 @@ def _backward(*given: Any) -> _Gradients:
     inputs = Tensors(*arguments[:3])
     _check_saved(saved, inputs)
     if arguments.bounds:
-        call, choice = _cached_call(arguments, (), lambda call: select_in_operator(call, arguments.backend))
+        call, backend = _cached_call(arguments, ("backward",), _select(arguments))
     else:
         number = int(selected)
-        call, choice = _cached_call(arguments, ("backward", number), lambda call: select_again(call, number))
-    call = call._replace(head_dims=choice.head_dims, is_direct=choice.is_direct)
-    query, key, value, *of_biases = adapters.backward(choice.backend, saved, inputs, call)
+        call, backend = _cached_call(arguments, ("backward", number), lambda call: select_again(call, number))
+    query, key, value, *of_biases = adapters.backward(backend, saved, inputs, call)
     return query, key, value, of_biases
 
 

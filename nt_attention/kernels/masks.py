@@ -14,8 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..compiler import derived
 
-class Window(NamedTuple):
+
+class _Sides(NamedTuple):
+    left: float = math.inf
+    right: float = math.inf
+
+
+class Window(_Sides):
     """How many keys a query sees before and after its own position, both inclusive; inf is no limit.
 
     Example:
@@ -26,26 +33,23 @@ class Window(NamedTuple):
         [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
 
-    left: float = math.inf
-    right: float = math.inf
-
     @classmethod
     def of(cls, window_size: tuple[int, int], is_causal: bool = False) -> Window:
         """The window of these arguments of `varlen_attention`, in which −1 is no limit."""
         left, right = window_size
         return cls(math.inf if left < 0 else left, 0 if is_causal else math.inf if right < 0 else right)
 
-    @property
+    @derived
     def is_open(self) -> bool:
         """Whether every key is visible."""
         return self.left == self.right == math.inf
 
-    @property
+    @derived
     def is_causal(self) -> bool:
         """Whether a query sees exactly the keys up to its own position."""
         return self.left == math.inf and self.right == 0  # torch.compile of torch 2.11 can't compare tuples
 
-    @property
+    @derived
     def sizes(self) -> tuple[int, int]:
         """(left, right) as integers for flash kernels; −1 is no limit."""
         left, right = (-1 if side == math.inf else int(side) for side in self)

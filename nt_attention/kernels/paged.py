@@ -27,12 +27,12 @@ def forward(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: C
     """
     if not backend.reads_pools(call.spec):
         return _gather_and_forward(backend, query, key, value, call)
-    assert backend.paged_forward is not None
+    assert backend.hooks.paged_forward is not None
     layout, (rows, heads, _) = call.layout, query.shape
     if not query.numel() or not layout.batch_size:  # kernels can't be launched on empty tensors
         lse = query.new_full((heads, rows), -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32)).T
         return query.new_zeros(rows, heads, value.shape[-1]), lse
-    out, lse = backend.paged_forward(adapters.contiguous_in_head_dim(query)[0], key, value, call)[:2]
+    out, lse = backend.hooks.paged_forward(adapters.contiguous_in_head_dim(query)[0], key, value, call)[:2]
     if rows > layout.total:  # kernels do not write these rows
         out[layout.total :] = 0
         lse[layout.total :] = -torch.inf

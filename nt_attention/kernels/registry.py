@@ -83,7 +83,7 @@ def register_backend(backend: Backend) -> BackendHandle:
         >>> from nt_attention.kernels.backend import COMMON
         >>> from nt_attention.kernels.backends import reference
         >>> mine = nta.Backend(
-        ...     "mine", "an example", lambda: None, reference.forward, differentiable=True, features=COMMON
+        ...     "mine", "an example", lambda: None, reference.forward, features=COMMON, traits={"differentiable"}
         ... )
         >>> layout = nta.SequenceLayout.from_lengths([2, 3])
         >>> x = torch.randn(layout.total, 4, 16)

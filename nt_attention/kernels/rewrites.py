@@ -41,9 +41,9 @@ class Rewrite(NamedTuple):
 def rewrite(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Rewrite | None:
     """The rewrite of this call for `backend`; None if it is not needed."""
     layout, key_layout, _, spec, *_ = call
-    if backend.lower_right_only and spec.is_upper_left:
+    if "lower_right_only" in backend.traits and spec.is_upper_left:
         return _reversed(call)
-    if not backend.takes_fully_masked_rows and spec.may_have_fully_masked_rows:
+    if "no_fully_masked_rows" in backend.traits and spec.may_have_fully_masked_rows:
         kept, narrowed = layout.cached(
             ("rows with keys", spec.window.is_open, spec.lower_right),
             lambda: _rows_with_keys(layout, key_layout, spec),
@@ -51,7 +51,7 @@ def rewrite(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: C
         )
         if narrowed.total < layout.total:
             return _without_fully_masked_rows(call, kept, narrowed)
-    if backend.reads_past_end and (
+    if "reads_past_end" in backend.traits and (
         query.shape[0] > layout.total or key.shape[0] > key_layout.total or value.shape[0] > key_layout.total
     ):
         return _moved(_first_rows(layout.total), _first_rows(key_layout.total), call)

@@ -17,7 +17,7 @@ from ..layouts.bounded import LengthsUnknownError
 from . import cost_model, measurements, registry, support, tree
 from .adapters import is_direct
 from .backend import Backend
-from .call import AttentionSpec, Call
+from .call import AttentionSpec, Call, PreparedRuns
 from .call_size import CallSize
 from .registry import BACKENDS
 
@@ -138,6 +138,8 @@ def fastest_first(
     interpreter, for tests. Registered backends that say how fast they are and can run the call are sorted in. On a CPU
     they are tried first. Other registered backends are not tried.
     """
+    if spec.device.type == "cpu" and not registry.registered:
+        return "cpu", "reference"
     expected = _expected_us(spec, size, registry.backends() if backends is None else backends)
     by_time = sorted(expected, key=expected.__getitem__)
     if spec.device.type == "cpu":
@@ -171,21 +173,36 @@ def _expected_us(spec: AttentionSpec, size: CallSize, backends: Mapping[str, Bac
 
 
 class Choice(NamedTuple):
-    """The backend that was selected for a call, and the fields of `Call` that follow from it."""
+    """What depends on a call but not on the values of its tensors. It is cached with the layout.
 
-    backend: Backend
-    head_dims: tuple[int, int] | None
-    is_direct: bool
+    Attributes:
+        backend: The backend that was selected; None if an operator selects it when a graph runs.
+        spec, head_dims, is_direct, prepared: These fields of `Call`.
+    """
+
+    backend: Backend | None
+    spec: AttentionSpec
+    head_dims: tuple[int, int] | None = None
+    is_direct: bool = False
+    prepared: PreparedRuns | None = None
 
     @classmethod
     def of(cls, backend: Backend, call: Call) -> Choice:
         dims = support.head_dims(backend, call.spec)
-        return cls(backend, dims, is_direct(backend, call, dims))
+        return cls(backend, call.spec, dims, is_direct(backend, call, dims), {})
 
 
-def choose_for(call: Call, backend: str) -> Choice:
-    """The backend of `choose` for a call with layouts."""
-    return Choice.of(choose(call.spec, CallSize.of(call), backend), call)
+def choose_for(call: Call, backend: str, *, in_graph: bool = False) -> Choice:
+    """The choice of `choose` for a call with layouts. `in_graph`: in an operator, when a graph runs."""
+    chosen = choose(call.spec, CallSize.of(call), backend, in_graph=in_graph)
+    if in_graph and not (chosen.has_operators or call.spec.paged):
+        raise ValueError(
+            f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
+            f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, backend)}"
+        )
+    if in_graph and chosen.name == "reference":
+        warn_if_slow(call, backend)
+    return Choice.of(chosen, call)
 
 
 def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto", *, in_graph: bool = False) -> Backend:
@@ -222,7 +239,7 @@ def warn_if_slow(call: Call, backend: str) -> None:
         backends = registry.backends()
         order = [backends[name] for name in fastest_first(call.spec, CallSize.of(call), backends)]
         installed = [one for one in order if one.missing() is None]
-        fast = installed[0] if not installed[0].is_reference else order[0]
+        fast = installed[0] if installed[0].name != "reference" else order[0]
         why = " ".join(_reasons(fast, call.spec))
         warn(
             f"attention runs on the slow reference backend because {fast.name} cannot run this call: {why} "
@@ -257,21 +274,8 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
     )
 
 
-def select_in_operator(call: Call, name: str) -> Choice:
-    """`choose_for` in an operator, when a graph runs."""
-    chosen = choose(call.spec, CallSize.of(call), name, in_graph=True)
-    if not (chosen.has_operators or call.spec.paged):
-        raise ValueError(
-            f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
-            f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, name)}"
-        )
-    if chosen.is_reference:
-        warn_if_slow(call, name)
-    return Choice.of(chosen, call)
-
-
 def select_again(call: Call, number: int) -> Choice:
-    """The backend with this number, which `select_in_operator` has selected for the forward.
+    """The backend with this number, which `choose_for` has selected for the forward.
 
     Raises:
         ValueError: It cannot run this call, for example because a graph that was recorded without gradients selected a

@@ -2,7 +2,7 @@
 
 There are three ways:
 
-- "masked": one call of a kernel that has the mask of the tree (`Backend.tree_forward`).
+- "masked": one call of a kernel that has the mask of the tree (`Hooks.tree_forward`).
 - "joined": no key is copied. One call computes the segments alone. For each depth of the tree, a further call without a
   mask computes what follows a segment on its keys. Outputs are joined by their log-sum-exp. The backward of each call
   computes its weights from the output and the log-sum-exp of all keys, so gradients are sums (FlashAttention-2, Dao
@@ -63,13 +63,13 @@ def explain_way(backend: Backend, call: Call) -> str:
 
 def _expected_us(backend: Backend, spec: AttentionSpec, tree: TreeLayout) -> dict[str, float]:
     by_distance = not spec.window.is_causal or spec.has_bias
-    if by_distance or spec.batch_invariant or not backend.takes_parts or not tree.total:
+    if by_distance or spec.batch_invariant or "takes_parts" not in backend.traits or not tree.total:
         ways = [COPIED]
     elif spec.device.type == "cpu":  # copied was never faster: joined reads a prefix once for all that continues it
         ways = [JOINED]
     else:
         ways = [JOINED, COPIED]
-        if backend.takes_tree is not None and backend.takes_tree(spec):
+        if backend.hooks.takes_tree(spec):
             ways.append(MASKED)
     return {way: _us_of(backend, spec, tree, way) for way in ways}
 
@@ -148,8 +148,8 @@ def forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tens
     """out (T, H, Dv), lse (T, H). Rows past the tree's total are 0 and −inf."""
     way = way_of(backend, call)
     if way == MASKED:
-        assert backend.tree_forward is not None
-        out, lse = backend.tree_forward(*adapters.readable(backend, *inputs), call)
+        assert backend.hooks.tree_forward is not None
+        out, lse = backend.hooks.tree_forward(*adapters.readable(backend, *inputs), call)
         rows = len(inputs.query)
         return _with_rows(out, rows), torch.nn.functional.pad(lse.T, (0, rows - len(lse)), value=-torch.inf).T, None
     if way == COPIED:
@@ -174,9 +174,9 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Cal
             lambda x, copied: adapters.backward(backend, saved, x, copied), inputs, call, backend
         )
     if way == MASKED:
-        assert backend.tree_backward is not None
+        assert backend.hooks.tree_backward is not None
         grad, out, *tensors = adapters.readable(backend, saved.grad, saved.out, *inputs)
-        grads = backend.tree_backward(saved._replace(grad=grad, out=out), *tensors, call)
+        grads = backend.hooks.tree_backward(saved._replace(grad=grad, out=out), *tensors, call)
         return tuple([_with_rows(grad, len(x)) for grad, x in zip(grads, inputs, strict=True)])
     segments, *levels = _ready_calls(backend, call, way)
     of_query, key, value = adapters.backward(backend, saved, inputs, segments)

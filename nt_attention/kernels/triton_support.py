@@ -9,6 +9,7 @@ import os
 import torch
 
 from .call import AttentionSpec
+from .device import older_than_ampere
 
 
 def interpreted() -> bool:
@@ -54,7 +55,8 @@ def shared_memory(where: torch.device) -> int:
 def refuses(spec: AttentionSpec) -> list[str]:
     if spec.device.type == "cpu" and not interpreted():
         return ["tensors must be on a GPU, got cpu: move them there."]
-    wide = max(spec.head_dim, spec.value_dim)
+    reasons, wide = older_than_ampere(spec), max(spec.head_dim, spec.value_dim)
     if wide > 256 and spec.dtype == torch.float32:
-        return [f"head dims above 256 are not supported in float32, got {wide}: cast the inputs or use torch.autocast."]
-    return []
+        advice = "cast the inputs or use torch.autocast"
+        reasons.append(f"head dims above 256 are not supported in float32, got {wide}: {advice}.")
+    return reasons

@@ -5,7 +5,7 @@ import torch
 from calls import call
 from oracle import assert_same, problem
 
-from nt_attention.kernels.backend import HeadDims
+from nt_attention.kernels.backend import HeadDims, Hooks
 from nt_attention.kernels.backends import cpu
 
 CASES = [
@@ -104,8 +104,8 @@ def test_rows_between_multiples_of_16_bytes_are_copied(registered_variant, chang
         check(known.grad, known.out, query, key, value)
         return cpu.backward(known, query, key, value, problem)
 
-    fields = {"forward": forward, "backward": backward, "prepare_forward": None, "prepare_backward": None}
-    fields |= {"head_dims": HeadDims(multiple=8, equal=True), "aligned_rows": True}
+    fields = {"forward": forward, "backward": backward, "hooks": Hooks()}
+    fields |= {"head_dims": HeadDims(multiple=8, equal=True), "traits": {"aligned_rows"}}
     registered_variant(cpu.BACKEND, "aligned", **fields)
     case = problem("self", "causal", "plain", head_dim=16, value_dim=16)
 

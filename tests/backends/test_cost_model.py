@@ -378,7 +378,7 @@ def test_split_kv_is_the_first_for_few_queries(measured, monkeypatch):
     assert select.fastest_first(call(**latent), one)[0] == "split_kv"
     assert select.fastest_first(call(), few)[0] != "split_kv"  # short sequences that see their own tokens only
     monkeypatch.setattr(select, "_can_run", lambda *_: True)
-    fast = dataclasses.replace(reference.BACKEND, name="mine", is_reference=False, expected_us=lambda spec, size: 0.1)
+    fast = dataclasses.replace(reference.BACKEND, name="mine", expected_us=lambda spec, size: 0.1)
     with nta.register_backend(fast):
         assert select.fastest_first(call(**four_heads), few)[:2] == ("mine", "split_kv")
 

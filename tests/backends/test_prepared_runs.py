@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import nt_attention as nta
 from nt_attention.kernels import adapters
+from nt_attention.kernels.backend import Hooks
 from nt_attention.kernels.backends import cpu
 
 LENGTHS = [5, 1, 12, 7]
@@ -36,7 +37,7 @@ def prepared(registered_variant):
 
         return run
 
-    registered_variant(cpu.BACKEND, "preparing", prepare_forward=prepare_forward, prepare_backward=prepare_backward)
+    registered_variant(cpu.BACKEND, "preparing", hooks=Hooks(prepare_forward, prepare_backward))
     return counts
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import nt_attention as nta
 from nt_attention.kernels import registry, support
-from nt_attention.kernels.backend import COMMON
+from nt_attention.kernels.backend import COMMON, Hooks
 from nt_attention.kernels.call import AttentionSpec
 from nt_attention.kernels.call_size import CallSize
 from nt_attention.kernels.select import SlowBackendWarning, automatic_choice, explain_spec, fastest_first, selection_key
@@ -59,10 +59,9 @@ TOY = nta.Backend(
     device_type="cpu",
     dtypes=(torch.float32, torch.float64),
     head_dims=nta.HeadDims(equal=True),
-    reads_past_end=True,
-    lse_gradient=True,
+    traits={"reads_past_end", "lse_gradient"},
 )
-DIFFERENTIABLE = dataclasses.replace(TOY, forward=attend, backward=None, differentiable=True)
+DIFFERENTIABLE = dataclasses.replace(TOY, forward=attend, backward=None, traits={"differentiable"})
 
 
 def variant(backend=TOY, **changes):
@@ -295,7 +294,7 @@ class TestRemove:
             def prepare(query, key, value, call):
                 return lambda *inputs: (TOY.forward(*inputs, call)[0] * factor, TOY.forward(*inputs, call)[1])
 
-            return variant(prepare_forward=prepare)
+            return variant(hooks=Hooks(prepare_forward=prepare))
 
         attention_inputs["query"] = attention_inputs["key"] = attention_inputs["value"]
         outs = []

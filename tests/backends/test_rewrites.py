@@ -63,7 +63,7 @@ def fake(registered_variant):
             assert slopes is None or slopes.dim() == 1 or len(slopes) == layout.batch_size == key_layout.batch_size
             for x, at in zip(tensors, (layout, key_layout, key_layout), strict=True):
                 assert len(x) >= at.total
-                assert len(x) == at.total or not changes.get("reads_past_end")
+                assert len(x) == at.total or "reads_past_end" not in changes.get("traits", ())
 
         def forward(query, key, value, problem):
             record(problem, query, key, value)
@@ -82,12 +82,14 @@ def fake(registered_variant):
 
 @pytest.fixture
 def lower_right(fake):
-    return fake(assert_lower_right, lower_right_only=True)
+    return fake(assert_lower_right, traits={"lower_right_only"})
 
 
 @pytest.fixture
 def no_masked_rows(fake):
-    return fake(assert_no_fully_masked_rows, takes_fully_masked_rows=False, features=cpu.BACKEND.features - {"window"})
+    return fake(
+        assert_no_fully_masked_rows, traits={"no_fully_masked_rows"}, features=cpu.BACKEND.features - {"window"}
+    )
 
 
 @pytest.fixture
@@ -96,8 +98,7 @@ def both(fake):
     return fake(
         assert_lower_right,
         assert_no_fully_masked_rows,
-        lower_right_only=True,
-        takes_fully_masked_rows=False,
+        traits={"lower_right_only", "no_fully_masked_rows"},
         features=COMMON,
     )
 
@@ -251,11 +252,10 @@ def garbage_is_never_read(options, past):
 
 @pytest.mark.usefixtures("uninitialized_is_nan")
 @pytest.mark.parametrize("past", [(3, 0), (0, 2), (3, 2), (0, 0)], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"lower_right_only": True}, {"takes_fully_masked_rows": False}], ids=str)
-def test_kernel_gets_no_rows_past_the_end(fake, changes, past):
-    if "takes_fully_masked_rows" in changes:
-        changes = changes | {"features": cpu.BACKEND.features - {"window"}}
-    kernel_calls = fake(reads_past_end=True, **changes)
+@pytest.mark.parametrize("trait", ["reads_past_end", "lower_right_only", "no_fully_masked_rows"])
+def test_kernel_gets_no_rows_past_the_end(fake, trait, past):
+    features = cpu.BACKEND.features - ({"window"} if trait == "no_fully_masked_rows" else set())
+    kernel_calls = fake(traits={"reads_past_end", trait}, features=features)
     garbage_is_never_read({"is_causal": True, "causal_alignment": "upper_left"}, past)
     assert len(kernel_calls) == 2
 
@@ -269,5 +269,5 @@ def test_no_rewrite_for_a_kernel_that_supports_the_call(is_causal, fake):
 
 
 def test_a_backend_with_windows_must_support_fully_masked_rows():
-    with pytest.raises(ValueError, match="takes_fully_masked_rows=False is not supported together with 'window'"):
-        dataclasses.replace(cpu.BACKEND, takes_fully_masked_rows=False, features=COMMON | {"window"})
+    with pytest.raises(ValueError, match="'no_fully_masked_rows' is not supported together with 'window'"):
+        dataclasses.replace(cpu.BACKEND, traits={"no_fully_masked_rows"}, features=COMMON | {"window"})

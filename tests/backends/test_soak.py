@@ -12,6 +12,7 @@ import soak
 import torch
 
 import nt_attention as nta
+from nt_attention.kernels.backend import Hooks
 from nt_attention.kernels.backends import cpu, reference
 
 LEAK = []
@@ -80,15 +81,14 @@ OTHER_FIELDS = {
         "features": cpu.BACKEND.features | {"dropout"},
         "forward": drops_too_few,
         "backward": None,
-        "differentiable": True,
-        "rng_on_host": True,
+        "traits": {"differentiable"},
     },
 }
 
 
 def planted(name):
     fields = {"forward": FORWARDS.get(name, cpu.forward), "backward": BACKWARDS.get(name, cpu.backward)}
-    fields |= {"dtypes": (torch.float32,), "paged_forward": None} | OTHER_FIELDS.get(name, {})
+    fields |= {"dtypes": (torch.float32,), "hooks": Hooks()} | OTHER_FIELDS.get(name, {})
     return dataclasses.replace(cpu.BACKEND, name="planted", **fields)
 
 

@@ -125,7 +125,7 @@ class TestFaultyBackend:
             past = torch.arange(len(out)) >= problem.layout.total
             return out.masked_fill(past[:, None, None], value), lse
 
-        fake(forward=forward, backward=None, differentiable=True)
+        fake(forward=forward, backward=None, traits={"differentiable"})
         assert run_case(case(), CPU) == Finding(case(), "no", "rows past the last offset are not 0")
 
     def test_rows_past_the_end_are_read(self, fake):
@@ -155,7 +155,7 @@ class TestFaultyBackend:
         ignored = {"softcap": 0.0, "score_mod": None, "mask_mod": None, "alibi": False, "relative": ()}
         options = verify_backends.FIELDS[feature]["options"]
         assert run_case(case(feature, "reference", options=options), CPU).result == "both"
-        fake(forward=forward, backward=None, differentiable=True, features=frozenset(FEATURES))
+        fake(forward=forward, backward=None, traits={"differentiable"}, features=frozenset(FEATURES))
         found = run_case(case(feature, options=options), CPU)
         assert found.result == "no"
         assert found.details.startswith("output off by ")
@@ -209,7 +209,7 @@ class TestDropout:
             spec = dataclasses.replace(problem.spec, dropout_p=0.0)
             return *reference.forward(query, key, value, problem._replace(spec=spec)), torch.zeros(2).long()
 
-        fake(forward=forward, backward=None, differentiable=True)
+        fake(forward=forward, backward=None, traits={"differentiable"})
         found = run_case(case("dropout", **DROPPED), CPU)
         assert (found.result, found.details) == ("no", "nothing was dropped")
 
@@ -223,7 +223,7 @@ class TestDropout:
             out, *rest = reference.forward(query, key, value, problem)
             return out * forth, *rest
 
-        fake(forward=forward, backward=None, differentiable=True)
+        fake(forward=forward, backward=None, traits={"differentiable"})
         assert run_case(case("dropout", **DROPPED), CPU).result == result
 
     def test_backward_drops_other_weights(self, fake):
@@ -231,7 +231,7 @@ class TestDropout:
             return reference.backward(saved._replace(rng_state=saved.rng_state + 1), query, key, value, problem)
 
         features = cpu.BACKEND.features | {"dropout"}
-        fake(forward=reference.forward, backward=backward, features=features, rng_on_host=True)
+        fake(forward=reference.forward, backward=backward, features=features)
         assert run_case(case("dropout", **DROPPED), CPU).result == "forward"
 
 

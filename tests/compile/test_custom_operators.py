@@ -29,8 +29,8 @@ def test_opcheck(backend, lengths, relative, grad_lse):
 VARIANTS = {
     "plain": {},
     "padded": {"head_dims": HeadDims(multiple=8, equal=True)},
-    "lower-right-alone": {"lower_right_only": True},
-    "no-fully-masked-rows": {"takes_fully_masked_rows": False, "features": cpu.BACKEND.features - {"window"}},
+    "lower-right-alone": {"traits": {"lower_right_only"}},
+    "no-fully-masked-rows": {"traits": {"no_fully_masked_rows"}, "features": cpu.BACKEND.features - {"window"}},
 }
 
 

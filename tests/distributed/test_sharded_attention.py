@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nt_attention as nta
 from nt_attention.distributed.attention import prepare
+from nt_attention.kernels.backend import Hooks
 from nt_attention.kernels.backends import cpu
 
 BATCHES = {
@@ -139,8 +140,8 @@ def writes_to_given_tensors():
         calls.append(dq is not None)
         return (result if dq is None else dq.copy_(result)), *others
 
-    backend = replace(cpu.BACKEND, name="writes", forward=forward, backward=backward, takes_outputs=True)
-    backend = replace(backend, prepare_forward=None, prepare_backward=None)
+    backend = replace(cpu.BACKEND, name="writes", forward=forward, backward=backward, hooks=Hooks())
+    backend = replace(backend, traits=cpu.BACKEND.traits | {"takes_outputs"})
     handle = nta.register_backend(backend)
     try:
         sharded = nta.SequenceLayout.from_lengths([300, 5, 40]).shard(mesh_of_all())

@@ -21,6 +21,7 @@ from nt_attention.graphs import cache as graph_cache
 from nt_attention.graphs import capture as graph_capture
 from nt_attention.graphs import device as graph_device
 from nt_attention.kernels import adapters, select
+from nt_attention.kernels.backend import Hooks
 from nt_attention.layouts import reading
 
 GPU = torch.cuda.is_available()
@@ -138,7 +139,7 @@ def with_known_lengths(call):
     key_layout = layouts[0] if same else layouts[1]
     call = call._replace(layout=layouts[0], key_layout=key_layout, spec=spec, prepared=None, is_direct=False)
     with select.automatic_choice():
-        backend, dims, _ = select.choose_for(call, "auto")
+        backend, _, dims, *_ = select.choose_for(call, "auto")
     return backend, call._replace(head_dims=dims)
 
 
@@ -194,7 +195,7 @@ def cuda_graphs(monkeypatch):
     for module in (graph_cache, graph_capture):
         monkeypatch.setattr(module, "supports", lambda tensor: True)
     known = select.BACKENDS["token_tiled"]
-    given = {"forward": forward, "backward": backward, "prepare_forward": None, "prepare_backward": None}
+    given = {"forward": forward, "backward": backward, "hooks": Hooks()}
     fake = dataclasses.replace(known, **given, dtypes=None, refuses=lambda spec: [])
     monkeypatch.setitem(select.BACKENDS, "token_tiled", fake)
     with nta.use_backend("token_tiled"):

@@ -131,7 +131,7 @@ class Draw:
         arguments, needs = self.shapes(sum(lengths), sum(key_lengths), past, form)
         options = self.options(form, arguments["query"][3], count, is_cross)
         known = [dtype for dtype in TOLERANCES if self.backend.dtypes is None or dtype in self.backend.dtypes]
-        dtype = pick(known[1:] if self.backend.is_reference else known)  # not float64 with itself
+        dtype = pick(known[1:] if self.backend.name == "reference" else known)  # not float64 with itself
         plain = "nta.SequenceLayout.from_lengths({}, device=device)"
         lines = [f"torch.manual_seed({self.random.randrange(10**6)})", f"device, dtype = '{self.device}', {dtype}"]
         lines += [f"plain = {plain.format(lengths)}"]

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nt_attention as nta
 from nt_attention import SequenceLayout, TreeLayout, varlen_attention
 from nt_attention.kernels import tree as ways
+from nt_attention.kernels.backend import Hooks
 from nt_attention.kernels.select import BACKENDS
 from nt_attention.layouts.tree import BLOCK
 
@@ -74,7 +75,9 @@ def whole_backward(saved, query, key, value, call):
 
 CPU = BACKENDS["cpu"]
 WHOLE = dataclasses.replace(
-    CPU, name="whole", takes_tree=lambda spec: True, tree_forward=whole_forward, tree_backward=whole_backward
+    CPU,
+    name="whole",
+    hooks=Hooks(takes_tree=lambda spec: True, tree_forward=whole_forward, tree_backward=whole_backward),
 )
 
 

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nt_attention as nta
-from nt_attention.kernels.backend import COMMON
+from nt_attention.kernels.backend import COMMON, Hooks
 from nt_attention.kernels.backends import reference
 from nt_attention.kernels.split_kv import launches
 from nt_attention.layouts.bounded import BoundedLayout
@@ -546,15 +546,14 @@ def test_backend_that_needs_adapters_gets_gathered_keys():
     case = make([1, 2], [5, 7])
     mine = nta.Backend(
         *("mine", "a test", lambda: None, packed_forward),
-        inference_only=True,
         features=COMMON | {"paged"},
-        paged_forward=forward,
-        lower_right_only=True,
+        traits={"lower_right_only"},
+        hooks=Hooks(paged_forward=forward),
     )
     with nta.register_backend(mine):
         case.check("mine", is_causal=True)
         case.check("mine", is_causal=True, causal_alignment="upper_left")
-    for change in ({"head_dims": nta.HeadDims(multiple=32)}, {"takes_fully_masked_rows": False}):
+    for change in ({"head_dims": nta.HeadDims(multiple=32)}, {"traits": {"no_fully_masked_rows"}}):
         with nta.register_backend(dataclasses.replace(mine, **change)):
             case.check("mine")
     assert ran == ["pools", "packed", "packed", "packed"]

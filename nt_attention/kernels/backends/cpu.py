@@ -17,7 +17,7 @@ from torch import Tensor
 from ...compiler import EAGER, call_mode, outside_of_graphs
 from ...layouts.paged import merge_pages
 from ...torch_private import cpu_flash_backward, cpu_flash_forward
-from ..backend import Backend, BackwardInputs, Gradients, HeadDims
+from ..backend import Backend, BackwardInputs, Gradients, HeadDims, Hooks
 from ..call import FEATURES, AttentionSpec, Call
 from ..masks import alibi_bias, distances
 from ..mods import needs_gradient
@@ -254,12 +254,11 @@ BACKEND = Backend(
     missing=lambda: None,
     forward=forward,
     backward=backward,
-    paged_forward=paged_forward,
     features=frozenset(FEATURES) - {"batch_invariant", "bounds"},
     device_type="cpu",
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     head_dims=HeadDims(equal=True),
     refuses=_refuses,
-    rng_on_host=True,
-    takes_parts=True,
+    traits={"takes_parts"},
+    hooks=Hooks(paged_forward=paged_forward),
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import Call
-from ..device import no_cuda
+from ..device import no_cuda, older_than_ampere
 from .flash import HALVES, heads_first, longest, longest_keys, tokens_first
 
 
@@ -65,10 +65,8 @@ BACKEND = Backend(
     backward=backward,
     features=COMMON | {"window", "softcap", "alibi", "dropout", "deterministic"},
     device_type="cuda",
-    min_capability=(8, 0),
+    refuses=older_than_ampere,
     dtypes=HALVES,
     head_dims=HeadDims(256, multiple=8, equal=True, compiled=(32, 64, 96, 128, 192, 256)),
-    lower_right_only=True,
-    aligned_rows=True,
-    takes_parts=True,
+    traits={"lower_right_only", "aligned_rows", "takes_parts"},
 )

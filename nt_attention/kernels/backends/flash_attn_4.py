@@ -23,7 +23,7 @@ from torch import Tensor
 from ...layouts.reading import to_device
 from ...layouts.tree import BLOCK, TreeLayout
 from .. import device
-from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
+from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims, Hooks
 from ..call import AttentionSpec, Call
 from ..device import no_cuda
 from .flash import HALVES
@@ -45,11 +45,11 @@ def missing() -> str | None:
 
 def refuses(spec: AttentionSpec) -> list[str]:
     """Gradients of grouped heads at (192, 128), to which these head dims are padded, are not verified."""
-    is_grouped = spec.num_heads != spec.num_kv_heads
+    reasons, is_grouped = device.too_old(spec, 9, 0), spec.num_heads != spec.num_kv_heads
     if spec.needs_grad and is_grouped and 128 < spec.head_dim <= 192 and spec.value_dim <= 128:
         dims = f"head dim {spec.head_dim} with values of {spec.value_dim}"
-        return [f"gradients of grouped heads at {dims} are not supported: pass another backend."]
-    return []
+        reasons.append(f"gradients of grouped heads at {dims} are not supported: pass another backend.")
+    return reasons
 
 
 def _options(call: Call) -> dict[str, Any]:
@@ -184,21 +184,17 @@ BACKEND = Backend(
     missing=missing,
     forward=forward,
     backward=backward,
-    prepare_forward=prepare_forward,
-    prepare_backward=prepare_backward,
     features=COMMON | {"window", "softcap", "deterministic"},
     device_type="cuda",
-    min_capability=(9, 0),
     dtypes=HALVES,
     refuses=refuses,
     head_dims=HeadDims(256, only=((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
-    lower_right_only=True,
-    reads_past_end=True,
-    aligned_rows=True,
-    takes_outputs=True,
-    lse_gradient=True,
-    takes_parts=True,
-    takes_tree=takes_tree,
-    tree_forward=tree_forward,
-    tree_backward=tree_backward,
+    traits={"lower_right_only", "reads_past_end", "aligned_rows", "takes_outputs", "lse_gradient", "takes_parts"},
+    hooks=Hooks(
+        prepare_forward,
+        prepare_backward,
+        takes_tree=takes_tree,
+        tree_forward=tree_forward,
+        tree_backward=tree_backward,
+    ),
 )

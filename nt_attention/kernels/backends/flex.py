@@ -24,6 +24,7 @@ from ...layouts.protocol import Layout
 from ...torch_private import recompile_limit
 from ..backend import COMMON, Backend, HeadDims
 from ..call import AttentionSpec, Call
+from ..device import older_than_ampere
 from ..mods import checked_mask_mod, checked_score_mod
 
 BLOCK = 128
@@ -181,10 +182,10 @@ BACKEND = Backend(
     about="compiled flex_attention (CUDA; any score_mod and mask_mod; the first call compiles for minutes)",
     missing=missing,
     forward=forward,
-    differentiable=True,
+    traits={"differentiable"},
     features=COMMON | {"scale ≤ 0", "window", "score_mod", "mask_mod"},
     device_type="cuda",
-    min_capability=(8, 0),
+    refuses=older_than_ampere,
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     # Of other pairs, some need more shared memory than there is: torch chooses tiles by the head dim of queries.
     head_dims=HeadDims(256, least=16, only=(*[(dim, dim) for dim in (16, 32, 64, 128)], (192, 128), (256, 256))),

@@ -210,11 +210,8 @@ BACKEND = Backend(
     missing=lambda: None,
     forward=forward,
     backward=backward,
-    differentiable=True,
+    traits={"differentiable", "lse_gradient"},
     # results of matrix products on a CPU depend on the memory alignment of their operands
     features=frozenset(FEATURES) - {"batch_invariant", "bounds"},
     refuses=refuses,
-    lse_gradient=True,
-    rng_on_host=True,
-    is_reference=True,
 )

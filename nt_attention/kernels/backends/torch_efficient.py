@@ -19,7 +19,7 @@ from ...layouts.protocol import Layout
 from ...torch_private import efficient_backward, efficient_forward
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
-from ..device import no_cuda
+from ..device import no_cuda, older_than_ampere
 
 _NONE, _UPPER_LEFT, _LOWER_RIGHT = 0, 1, 2  # custom_mask_type
 _MOST_NUMBERS = 2**31  # of a tensor with all heads; with more, torch 2.11 accesses memory that is not its own
@@ -99,10 +99,8 @@ BACKEND = Backend(
     backward=backward,
     features=COMMON | {"scale ≤ 0"},
     device_type="cuda",
-    min_capability=(8, 0),
+    refuses=older_than_ampere,
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     head_dims=HeadDims(multiple=8),
-    takes_fully_masked_rows=False,
-    aligned_rows=True,
-    takes_parts=True,
+    traits={"no_fully_masked_rows", "aligned_rows", "takes_parts"},
 )

@@ -18,7 +18,7 @@ from ...torch_private import flash_backward, flash_forward
 from .. import bounds
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
-from ..device import no_cuda
+from ..device import no_cuda, older_than_ampere
 from .flash import HALVES, heads_first, longest, longest_keys, tokens_first
 
 
@@ -32,22 +32,18 @@ def missing() -> str | None:
 
 
 def refuses(spec: AttentionSpec) -> list[str]:
-    activated = current_flash_attention_impl()
-    if activated is None:
-        return _refuses_bounds(spec)
-    return [
-        f"the flash attention implementation {activated!r} is active, which was not verified: call "
-        "torch.nn.attention.restore_flash_attention_impl()."
-    ]
-
-
-def _refuses_bounds(spec: AttentionSpec) -> list[str]:
+    reasons, activated = older_than_ampere(spec), current_flash_attention_impl()
+    if activated is not None:
+        reasons.append(
+            f"the flash attention implementation {activated!r} is active, which was not verified: call "
+            "torch.nn.attention.restore_flash_attention_impl()."
+        )
     if spec.bounded and spec.is_upper_left:
-        return [
+        reasons.append(
             "upper left alignment needs the lengths on the host: make the layout without max_tokens, or pass "
             'causal_alignment="lower_right".'
-        ]
-    return []
+        )
+    return reasons
 
 
 def _options(spec: AttentionSpec) -> dict[str, float | int | None]:
@@ -98,11 +94,8 @@ BACKEND = Backend(
     backward=backward,
     features=COMMON | {"window", "dropout", "bounds"},
     device_type="cuda",
-    min_capability=(8, 0),
     dtypes=HALVES,
     head_dims=HeadDims(256, multiple=8, equal=True, compiled=(32, 64, 96, 128, 192, 256)),
     refuses=refuses,
-    lower_right_only=True,
-    aligned_rows=True,
-    takes_parts=True,
+    traits={"lower_right_only", "aligned_rows", "takes_parts"},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..backend import COMMON, Backend, HeadDims
+from ..backend import COMMON, Backend, HeadDims, Hooks
 from ..triton_support import missing, refuses
 from . import launches
 
@@ -11,12 +11,9 @@ BACKEND = Backend(
     about="this library's Triton kernels that split the keys of a sequence (GPU; inference, keys in pools or packed)",
     missing=missing,
     forward=launches.forward,
-    prepare_forward=launches.prepare_forward,
-    paged_forward=launches.paged_forward,
-    inference_only=True,
     features=COMMON | {"scale ≤ 0", "window", "softcap", "alibi", "batch_invariant", "bounds", "paged"},
-    min_capability=(8, 0),
     dtypes=launches.DTYPES,
     head_dims=HeadDims(576),
     refuses=refuses,
+    hooks=Hooks(launches.prepare_forward, paged_forward=launches.paged_forward),
 )

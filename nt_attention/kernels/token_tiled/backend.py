@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import triton_support
-from ..backend import COMMON, Backend, HeadDims
+from ..backend import COMMON, Backend, HeadDims, Hooks
 from ..call import AttentionSpec
 from ..triton_support import missing
 from . import ops
@@ -26,8 +26,6 @@ BACKEND = Backend(
     missing=missing,
     forward=ops.forward,
     backward=ops.backward,
-    prepare_forward=ops.prepare_forward,
-    prepare_backward=ops.prepare_backward,
     features=COMMON
     | {
         "scale ≤ 0",
@@ -40,10 +38,9 @@ BACKEND = Backend(
         "batch_invariant",
         "bounds",
     },
-    min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     head_dims=HeadDims(576),
     refuses=refuses,
-    takes_parts=True,
-    lse_gradient=True,
+    traits={"takes_parts", "lse_gradient"},
+    hooks=Hooks(ops.prepare_forward, ops.prepare_backward),
 )

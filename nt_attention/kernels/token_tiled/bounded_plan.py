@@ -18,13 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...layouts.protocol import Layout
 from .. import bounds, device
 from ..launch import Launch, launch
-from .plan import Intervals, Tiles
+from .plan import Intervals, Tiles, intervals
 
 _BLOCK = 256
 _SCAN = 1024  # sequences of a step of a kernel that runs as one program
@@ -68,11 +67,12 @@ class BoundedPlan:
         offsets = bounds.check(layout, key_layout)
         rows = layout.total, key_layout.total
         longest = max(min(x.max_seqlen, x.total) for x in (layout, key_layout))
-        queries = _intervals(offsets.queries, offsets.keys, rows[0], left, right, upper_left)
+        batch = layout.batch_size  # checked offsets have a further element, which may be read
+        queries = intervals(offsets.queries, offsets.keys, batch, rows[0], (left, right), upper_left)
         if layout is key_layout and left == right:
             keys = queries
         else:
-            keys = _intervals(offsets.keys, offsets.queries, rows[1], right, left, upper_left)
+            keys = intervals(offsets.keys, offsets.queries, batch, rows[1], (right, left), upper_left)
         return cls(queries, keys, offsets, rows, longest, only_aligned)
 
     @property
@@ -163,17 +163,3 @@ class BoundedPlan:
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]
-
-
-def _intervals(mine: Tensor, other: Tensor, rows: int, before: float, after: float, upper_left: bool) -> Intervals:
-    """The visible rows of each of `rows` rows. The checked offsets have a further element, which may be read."""
-    from . import triton_kernels as kernels
-
-    lo, hi, own = torch.empty(3, rows, dtype=mine.dtype, device=mine.device).unbind()
-    # sequences have less than 2^31 rows, so a larger window changes nothing
-    window = [int(min(side, 2**31 - 1)) for side in (before, after)]
-    with device.current(mine.device):
-        tensors, grid = (mine, other, lo, hi, own), (-(-rows // _BLOCK), 1)
-        integers, constants = (len(mine) - 2, rows, *window), (upper_left, _BLOCK)
-        launch(Launch(kernels.interval_kernel, grid, tensors, integers, (), constants, 4, 1))
-    return Intervals(lo, hi, own)

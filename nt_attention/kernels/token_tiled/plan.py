@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...layouts.protocol import Layout
@@ -133,10 +134,12 @@ class Plan:
         key_offsets = offsets if layout is key_layout else key_layout.host.numpy()
         shift = np.zeros_like(offsets[1:]) if upper_left else np.diff(key_offsets) - np.diff(offsets)
         sides = Side(offsets, key_offsets, shift, left, right), Side(key_offsets, offsets, -shift, right, left)
-        queries = _intervals(layout, key_layout, left, right, upper_left)
+        mine, other, batch = layout.device_offsets, key_layout.device_offsets, layout.batch_size
+        queries = intervals(mine, other, batch, layout.total, (left, right), upper_left)
         if layout is key_layout and left == right:
             return cls(queries, queries, sides)
-        return cls(queries, _intervals(key_layout, layout, right, left, upper_left), sides)
+        keys = intervals(other, mine, batch, key_layout.total, (right, left), upper_left)
+        return cls(queries, keys, sides)
 
     @property
     def fill_value(self) -> Tensor | None:
@@ -224,17 +227,17 @@ class Plan:
         return to_device(np.stack(columns, 1).astype(np.int32), self.queries.lo.device)
 
 
-def _intervals(mine: Layout, other: Layout, before: float, after: float, upper_left: bool) -> Intervals:
-    """The visible rows of each token of `mine`. `before` and `after` are as in `Side`."""
+def intervals(
+    mine: Tensor, other: Tensor, batch_size: int, rows: int, window: tuple[float, float], upper_left: bool
+) -> Intervals:
+    """The visible rows of each of `rows` rows, from the offsets of both sides. `window`: (before, after) of `Side`."""
     from . import triton_kernels as kernels
 
-    lo, hi, own = (mine.device_offsets.new_empty(mine.total) for _ in range(3))
-    if mine.total:
+    lo, hi, own = (torch.empty(rows, dtype=mine.dtype, device=mine.device) for _ in range(3))
+    if rows:
         # sequences have less than 2^31 rows, so a larger window changes nothing
-        window = [int(min(side, 2**31 - 1)) for side in (before, after)]
-        tensors = (mine.device_offsets, other.device_offsets, lo, hi, own)
-        integers = (mine.batch_size, mine.total, *window)
-        grid = (-(-mine.total // _BLOCK), 1)
+        integers = (batch_size, rows, *[int(min(side, 2**31 - 1)) for side in window])
+        tensors, grid = (mine, other, lo, hi, own), (-(-rows // _BLOCK), 1)
         with device.current(mine.device):
             launch(Launch(kernels.interval_kernel, grid, tensors, integers, (), (upper_left, _BLOCK), 4, 1))
     return Intervals(lo, hi, own)
