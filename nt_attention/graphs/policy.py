@@ -140,7 +140,7 @@ class Policy:
 
     def why_not(self, key: Hashable, bucket: Any) -> str | None:
         """Why a call that has no graph is not captured, or None. Counts the call."""
-        own = self._times.setdefault((key, bucket), _Times())
+        own = self._times_of(key, bucket)
         own.calls, self._calls[key] = own.calls + 1, self._calls.get(key, 0) + 1
         if own.gains is False:
             return NO_GAIN
@@ -154,19 +154,22 @@ class Policy:
 
     def time_call(self, key: Hashable, bucket: Any, device: torch.device) -> Span | None:
         """Begin to time a call without a graph, if its time is not known yet."""
-        times = self._times[key, bucket].without
-        return self._time(times, device) if self._calls[key] > WARM_UP else None
+        times = self._times_of(key, bucket).without
+        return self._time(times, device) if self._calls.get(key, 0) > WARM_UP else None
 
     def time_replay(self, key: Hashable, bucket: Any, device: torch.device) -> Span | None:
         """Begin to time a replay of the graph of a bucket, if its time is not known yet. Counts it."""
         self.replays += 1
-        return self._time(self._times[key, bucket].replays, device)
+        return self._time(self._times_of(key, bucket).replays, device)
 
     def gains(self, key: Hashable, bucket: Any) -> bool:
         """Whether the graph of a bucket makes its calls faster, as far as is known."""
-        times = self._times[key, bucket]
+        times = self._times_of(key, bucket)
         times.compare()
         return times.gains is not False
+
+    def _times_of(self, key: Hashable, bucket: Any) -> _Times:
+        return self._times.setdefault((key, bucket), _Times())  # the module may have been changed meanwhile
 
     @staticmethod
     def _time(spans: list[Span], device: torch.device) -> Span | None:
