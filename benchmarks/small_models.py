@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import random
 import statistics
 import tempfile
@@ -31,11 +32,13 @@ import sentence_transformers
 import torch
 import transformers
 from by_turns import show, synchronize, wall_clock_ms
-from sentence_transformers import SentenceTransformer, losses, models
+from sentence_transformers import SentenceTransformer
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 import nt_attention as nta
 
+losses: Any = importlib.import_module("sentence_transformers.losses")  # they have other places in newer versions
+models: Any = importlib.import_module("sentence_transformers.models")
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 BATCHES = 64 if GPU else 2

@@ -115,12 +115,10 @@ class _OfModule:
             self.graphs.move_to_end((slot, key, graph.bucket))
         return graph
 
-    def drop_useless(self, policy: Policy) -> None:
+    def drop_useless(self) -> None:
         """Free the graphs that gain nothing, and those that no call has used for a long time."""
         useless = [
-            (slot, key, bucket)
-            for (slot, key, bucket), graph in self.graphs.items()
-            if not policy.gains(key, bucket) or graph.last_used + UNUSED < self.used
+            each for each, graph in self.graphs.items() if not graph.times.pays or graph.last_used + UNUSED < self.used
         ]
         if useless:
             self.wait()
@@ -230,11 +228,11 @@ class CapturedCalls:
             slot = own.free_slot(device) if differentiates else self._shared[device]
             key = work.key, _settings(device), own.state.training
             graph = own.find(slot, key, work)
-            if graph is None or (own.policy is not None and not own.policy.gains(key, graph.bucket)):
+            if graph is None or not graph.times.pays:
                 graph = self._choose(own, slot, key, work, differentiates)
             own.used += 1
             graph.last_used = own.used
-            span = None if own.policy is None else own.policy.time_replay(key, graph.bucket, device)
+            span = None if own.policy is None else own.policy.time_replay(graph.times, device)
             results = graph.replay(work)
             if span is not None:
                 span.end()
@@ -266,11 +264,13 @@ class CapturedCalls:
         """
         if own.policy is None:
             return self._capture(own, slot, key, work, differentiates)
-        own.drop_useless(own.policy)
+        own.drop_useless()
         reason = own.policy.why_not(key, work.bucket)
         if reason is None:
             own.policy.captures += 1
-            return self._capture(own, slot, key, work, differentiates)
+            graph = self._capture(own, slot, key, work, differentiates)
+            graph.times = own.policy.times_of(key, work.bucket)
+            return graph
         larger = own.find(slot, key, work, LARGER) if reason in (SELDOM, TOO_MANY) else None
         if larger is None:
             begin = functools.partial(own.policy.time_call, key, work.bucket, slot.device)

@@ -105,13 +105,19 @@ class HostWaits:
 
 
 @dataclass
-class _Times:
-    """What is known of a bucket."""
+class Times:
+    """What is known of a bucket.
+
+    Attributes:
+        calls: the number of calls without a graph.
+        without: up to four of these.
+        replays: up to four replays of its graph.
+    """
 
     calls: int = 0
     without: list[Span] = field(default_factory=list)
     replays: list[Span] = field(default_factory=list)
-    gains: bool | None = None  # whether the graph makes calls faster; None if that is not known
+    _pays: bool | None = None
 
     @property
     def waits(self) -> bool | None:
@@ -119,11 +125,13 @@ class _Times:
         known = [span for span in self.without if span.is_known]
         return min(known, key=lambda span: span.host_ms).waits if known else None
 
-    def compare(self) -> None:
-        """Find out whether the graph makes calls faster, once all of its timed replays are known."""
-        if self.gains is None and len(self.replays) == TIMED and all(span.is_known for span in self.replays):
+    @property
+    def pays(self) -> bool:
+        """Whether the graph makes calls faster, or that is not known yet."""
+        if self._pays is None and len(self.replays) == TIMED and all(span.is_known for span in self.replays):
             before = [span.device_ms for span in self.without if span.is_known]
-            self.gains = not before or min(span.device_ms for span in self.replays) <= GAIN * min(before)
+            self._pays = not before or min(span.device_ms for span in self.replays) <= GAIN * min(before)
+        return self._pays is not False
 
 
 class Policy:
@@ -135,14 +143,18 @@ class Policy:
 
     def forget(self) -> None:
         """The module was changed, so its calls may take another time."""
-        self._times: dict[tuple[Hashable, Any], _Times] = {}
+        self._times: dict[tuple[Hashable, Any], Times] = {}
         self._calls: dict[Hashable, int] = {}
+
+    def times_of(self, key: Hashable, bucket: Any) -> Times:
+        """What is known of a bucket, of calls with this key."""
+        return self._times.setdefault((key, bucket), Times())
 
     def why_not(self, key: Hashable, bucket: Any) -> str | None:
         """Why a call that has no graph is not captured, or None. Counts the call."""
-        own = self._times_of(key, bucket)
+        own = self.times_of(key, bucket)
         own.calls, self._calls[key] = own.calls + 1, self._calls.get(key, 0) + 1
-        if own.gains is False:
+        if not own.pays:
             return NO_GAIN
         # a smaller batch waits if a larger one does
         known = [(size, waits) for (of, size), x in self._times.items() if of == key and (waits := x.waits) is not None]
@@ -153,23 +165,14 @@ class Policy:
         return TOO_MANY if self.captures >= CAPTURES + self.replays // REPLAYS else None
 
     def time_call(self, key: Hashable, bucket: Any, device: torch.device) -> Span | None:
-        """Begin to time a call without a graph, if its time is not known yet."""
-        times = self._times_of(key, bucket).without
+        """Begin to time a call without a graph; None if that is known, or if it may compile kernels."""
+        times = self.times_of(key, bucket).without
         return self._time(times, device) if self._calls.get(key, 0) > WARM_UP else None
 
-    def time_replay(self, key: Hashable, bucket: Any, device: torch.device) -> Span | None:
-        """Begin to time a replay of the graph of a bucket, if its time is not known yet. Counts it."""
+    def time_replay(self, times: Times, device: torch.device) -> Span | None:
+        """Count a replay of the graph of a bucket, and begin to time it; None if that is known."""
         self.replays += 1
-        return self._time(self._times_of(key, bucket).replays, device)
-
-    def gains(self, key: Hashable, bucket: Any) -> bool:
-        """Whether the graph of a bucket makes its calls faster, as far as is known."""
-        times = self._times_of(key, bucket)
-        times.compare()
-        return times.gains is not False
-
-    def _times_of(self, key: Hashable, bucket: Any) -> _Times:
-        return self._times.setdefault((key, bucket), _Times())  # the module may have been changed meanwhile
+        return self._time(times.replays, device)
 
     @staticmethod
     def _time(spans: list[Span], device: torch.device) -> Span | None:

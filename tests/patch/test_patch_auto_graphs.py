@@ -71,7 +71,7 @@ def ask(policy, tokens, calls=1, key="key"):
 
 def replay(policy, tokens, calls=1):
     for _ in range(calls):
-        policy.time_replay("key", bucket(tokens), CPU)
+        policy.time_replay(policy.times_of("key", bucket(tokens)), CPU)
 
 
 class TestPolicy:
@@ -134,9 +134,9 @@ class TestPolicy:
         policy = Policy()
         ask(policy, 128, OFTEN + 1)
         replay(policy, 128, TIMED - 1)
-        assert policy.gains("key", bucket(128))
+        assert policy.times_of("key", bucket(128)).pays
         replay(policy, 128)
-        assert not policy.gains("key", bucket(128))
+        assert not policy.times_of("key", bucket(128)).pays
         assert ask(policy, 128) == [NO_GAIN]
 
     def test_a_graph_that_gains(self, times):
@@ -144,7 +144,7 @@ class TestPolicy:
         ask(policy, 128, OFTEN + 1)
         times.device_ms = 0.9 * graph_policy.GAIN * 10.0
         replay(policy, 128, TIMED)
-        assert policy.gains("key", bucket(128))
+        assert policy.times_of("key", bucket(128)).pays
 
     def test_captures_are_paid_for_by_replays(self, times):
         policy = Policy()
