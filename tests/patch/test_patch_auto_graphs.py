@@ -189,11 +189,10 @@ class TestHostWaits:
 
     @pytest.mark.usefixtures("uncompared")
     def test_calls_of_a_model_are_measured(self, monkeypatch):
-        ended = []
+        model, ended = tiny.make("bert", "BertModel", implementation="sdpa").to(DEVICE), []
+        nta.patch(model, packing="always")
         monkeypatch.setattr(HostWaits, "begin", lambda self, device: SimpleNamespace(end=lambda: ended.append(device)))
         monkeypatch.setattr(HostWaits, "news", lambda self: "some advice")
-        model = tiny.make("bert", "BertModel", implementation="sdpa").to(DEVICE)
-        nta.patch(model, packing="always")
         with pytest.warns(UserWarning, match="some advice"):
             model(**batch_of([5, 2, 9]))
         assert [x.type for x in ended] == [DEVICE.type]
