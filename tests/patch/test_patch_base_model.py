@@ -11,24 +11,6 @@ from nt_attention.hf.pack.packing import Packing
 
 pytestmark = pytest.mark.usefixtures("uncompared")
 
-BASES = [(kind, name) for kind, name in tiny.EVERY if name.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel"))]
-
-
-@pytest.mark.parametrize(("model_type", "name"), BASES, ids=lambda value: value)
-def test_base_model_of_a_patched_head_packs_when_called_by_itself(model_type, name):
-    model, batch = make(model_type, name, "eager"), make_batch()
-    with torch.no_grad():
-        want = model.base_model(**batch).last_hidden_state
-        with nta.patch(model) as handle:
-            shapes = rows_seen(model)
-            got = model.base_model(**batch).last_hidden_state
-            assert handle.calls == {None: 1}
-            model(**batch)
-            assert handle.calls == {None: 2}  # the head counts, and the base model beneath it passes through
-    assert shapes == [PACKED]
-    close(got[MASK], want[MASK])
-    assert not got[~MASK].any()
-
 
 def test_batch_without_padding_is_counted_once_and_read_once(monkeypatch):
     model, batch = make(), make_batch()
