@@ -160,22 +160,6 @@ def test_heads_that_share_a_base_model():
     assert "forward" not in vars(first.bert)
 
 
-def test_neftune_falls_back_and_a_loss_function_that_reads_rows_gets_them():
-    model, batch = make(LlamaForCausalLM).train(), make_batch(labels="token")
-    want = model(**batch).loss
-    with nta.patch(model), pytest.warns(NotPackedWarning, match="NEFTune") as said:
-        model.get_input_embeddings().neftune_noise_alpha = 5.0
-        model(**batch)
-        assert said[0].filename == __file__
-    del model.get_input_embeddings().neftune_noise_alpha
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.new_tensor(float(logits.shape[0]))
-    with nta.patch(model):
-        assert model(**batch).loss == 4
-    del model._loss_function
-    with nta.patch(model):
-        torch.testing.assert_close(model(**batch).loss, want)
-
-
 def test_handle_lists_layers_and_calls():
     model, batch = make(LlamaForCausalLM), make_batch(labels="token")
     with nta.patch(model) as handle:
