@@ -188,6 +188,10 @@ CASES = {
     ),
     "small": Case("is_too_small", SMALL, change=on_a_fast_device, silent=True),
     "holes under labels": Case("has_holes", "its rows have padding between tokens, and labels", given=holes),
+    "holes under labels, with positions": Case(
+        "has_holes", "its rows have padding between tokens, and labels",
+        given=lambda batch: {**holes(batch), "position_ids": torch.arange(17)[None]},
+    ),
     "holes under windows": Case(
         "has_holes", "its rows have padding between tokens, which its windows", ("mistral", "MistralModel"),
         given=lambda batch: {"attention_mask": holes(batch)["attention_mask"]},
