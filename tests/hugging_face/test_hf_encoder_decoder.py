@@ -218,6 +218,7 @@ def test_target_made_from_the_source(model_type):
     assert handle.calls == {None: 1}
     mask = source["attention_mask"].bool()
     close(got[mask], want[mask])
+    assert handle.counts.tokens == 2 * int(mask.sum())
 
 
 def test_mask_of_another_shape_is_an_error():
