@@ -127,8 +127,8 @@ def backend_of(item: pytest.Item) -> str:
     from nt_attention import available_backends
 
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    named = [x for x in (*values, *item.path.parts) if isinstance(x, str) and x in available_backends()]
-    return named[0] if named else "any"
+    words = [x.partition(" ")[0] for x in (*values, *item.path.parts) if isinstance(x, str)]
+    return next((x for x in words if x in available_backends()), "any")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

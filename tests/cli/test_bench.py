@@ -171,29 +171,6 @@ def test_bench_does_not_measure_too_much_padding():
         padded(inputs_of(4000, *[1] * 99, heads=8))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "five"], "such as 5,0,900,17"),
-        (["--lengths", "0,0"], "has no tokens"),
-        (["--heads", "4", "--kv-heads", "3"], "--kv-heads must divide the 4 heads, got 3"),
-        (["--heads", "0"], "must be an integer ≥ 1, got '0'"),
-        (["--options", "window_size=128"], "window_size must be (left, right)"),
-        (["--options", "softcap=-1"], "softcap must be 0 (off) or a positive number"),
-        (["--options", "softcap"], "softcap must be 0 (off) or a positive number"),
-        (["--options", "is_causal=yes"], "is_causal must be True or False"),
-        (["--options", "dropout_p=0.5"], "--options must be of is_causal"),
-        (["--backends", "fastest"], "invalid choice: 'fastest'"),
-        (["--device", "tpu"], "invalid choice: 'tpu'"),
-    ],
-)
-def test_invalid_bench_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["bench", *arguments])
-    assert exit.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 def test_bench_on_a_gpu(capsys):
     assert main(["bench", "--lengths", "5,300,11,17", "--kv-heads", "4", "--options", "is_causal=True"]) == 0

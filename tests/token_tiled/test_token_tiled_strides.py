@@ -2,54 +2,24 @@
 
 from functools import partial
 
-import calls
 import pytest
 import torch
 from oracle import Problem, assert_same
-from sweeps import sweep_product
 from token_tiled_cases import (
     DEVICE,
-    DTYPES,
-    GPU,
     IGNORED_WARNINGS,
     TOLERANCE,
     bits,
-    case_of,
-    cases_of,
-    check,
-    exact,
     on_tiles,
     placed,
     truth,
 )
-from torch.nn import functional as F
 
 import nt_attention as nta
 
 gpu = pytest.mark.gpu
 
 pytestmark = IGNORED_WARNINGS
-
-STRIDES = calls.STRIDES | {"one-element-on": lambda x: F.pad(x.flatten(), (1, 0))[1:].view(x.shape)}
-
-
-@exact
-@cases_of("name, stride, dtype", 5, ["query", "key", "value", "grad"], STRIDES, DTYPES)
-def test_any_strides(name, stride, dtype):
-    case = case_of("cross", "causal", "gqa", dtype=dtype, head_dim=16, value_dim=32)  # kernels read 16 bytes at a time
-    stride, function = STRIDES[stride], on_tiles(case)
-
-    def strided(**arguments):
-        if name in arguments:
-            arguments[name] = stride(arguments[name])
-        return function(**arguments)
-
-    want = truth(case)
-    if GPU:  # so that a kernel compiled for other strides exists, which must not run
-        assert_same(case.solve(function), want, TOLERANCE[dtype])
-    if name == "grad":
-        case.grads = (stride(case.grads[0]), case.grads[1])
-    assert_same(case.solve(strided), want, TOLERANCE[dtype])
 
 
 def test_stride_of_heads_exceeds_32_bits():
@@ -67,55 +37,6 @@ def test_stride_of_heads_exceeds_32_bits():
     want = truth(case)
     names = ("out", "d query", "d key", "d value")
     assert_same(dict(zip(names, got, strict=True)), {name: want[name] for name in names}, TOLERANCE[dtype])
-
-
-@exact
-def test_expanded_gradients():
-    case = case_of("cross", "causal", "gqa", dtype=torch.float32)
-    case.grads = tuple(torch.ones((), dtype=g.dtype, device=DEVICE).expand(g.shape) for g in case.grads)
-    check(case)
-
-
-@exact
-def test_expanded_key_heads_of_token_tiled():
-    case = case_of("cross", "causal", "plain", dtype=torch.float16)
-    for name in ("key", "value"):
-        case.inputs[name] = case.inputs[name][:, :1]
-    want = truth(case)
-    function = on_tiles(case)
-
-    def expanded(query, key, value, **options):
-        return function(query, key.expand(-1, 2, -1), value.expand(-1, 2, -1), **options)
-
-    assert_same(case.solve(expanded), want, TOLERANCE[torch.float16])
-
-
-@exact
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_views_of_one_projection(dtype):
-    """Queries, keys and values as ``qkv.unbind(1)``, and their gradients in one tensor."""
-    case = case_of("self", "causal", "plain", dtype=dtype)
-    qkv = torch.stack([case.inputs[name] for name in ("query", "key", "value")], 1).requires_grad_()
-    out, lse = on_tiles(case)(*qkv.unbind(1), **case.options)
-    (got,) = torch.autograd.grad((out, lse), qkv, (case.grads[0], case.grads[1].float()))
-    want = truth(case)
-    want = {"out": want["out"], "d qkv": torch.stack([want[f"d {name}"] for name in ("query", "key", "value")], 1)}
-    assert_same({"out": out, "d qkv": got}, want, TOLERANCE[dtype])
-
-
-ALIBI_CHANGES = {
-    "strided": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "expanded": lambda x: x[..., :1].expand_as(x),
-    "float64": lambda x: x.double(),
-}
-
-
-@exact
-@sweep_product("change, extra", ALIBI_CHANGES, ["alibi", "alibi-each-gqa"])
-def test_any_strides_of_alibi_slopes(change, extra):
-    case = case_of("cross", "causal", extra, dtype=torch.float16)
-    case.options["alibi_slopes"] = ALIBI_CHANGES[change](case.options["alibi_slopes"])
-    check(case)
 
 
 @gpu
