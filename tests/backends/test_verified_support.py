@@ -102,10 +102,6 @@ class TestNotSupported:
         message = self.one_reason(backend.BACKEND, call(**options, needs_grad=needs_grad))
         assert f"{feature!r} is not verified{' with gradients' if needs_grad else ''} on" in message
 
-    def test_feature_that_was_not_verified(self):
-        message = self.one_reason(token_tiled.BACKEND, call(dtype=torch.float32, softcap=3.0))
-        assert "'softcap' is not verified" in message
-
     @pytest.mark.parametrize(
         ("backend", "feature", "options"),
         [
@@ -236,13 +232,6 @@ class TestHeadDims:
         assert (support.head_dims(backend.BACKEND, forward) is not None) == fits
         assert any("head dim" in line for line in support.reasons(backend.BACKEND, forward)) != fits
 
-    def test_head_dims_by_documentation(self):
-        with by_documentation():
-            assert support.head_dims(flash_attn_4.BACKEND, call(80)) == (80, 80)
-            assert support.head_dims(flash_attn_4.BACKEND, call(16, 24, needs_grad=True)) == (16, 24)
-            assert support.head_dims(torch_flash.BACKEND, call(20)) == (24, 24)
-            assert support.head_dims(torch_flash.BACKEND, call(257)) is None
-
     def test_head_dims_on_a_cpu(self):
         assert support.head_dims(token_tiled.BACKEND, call(255, device=torch.device("cpu"))) == (255, 255)
 
@@ -264,16 +253,6 @@ class TestByDocumentation:
             assert not refused()
         assert refused()
         assert support.uses_results.get()
-
-    def test_context_ends_with_an_exception(self, verified):
-        with pytest.raises(KeyError), by_documentation():
-            raise KeyError("anything")
-        assert support.uses_results.get()
-        assert support.reasons(flash_attn_2.BACKEND, call())
-
-    def test_by_documentation_keeps_documented_limits(self, verified):
-        with by_documentation():
-            assert "got 264" in support.reasons(flash_attn_4.BACKEND, call(264))[0]
 
     def test_by_documentation_without_verified_support(self, not_verified):
         for backend in (flash_attn_2, flash_attn_4, torch_flash, torch_efficient, token_tiled):
@@ -302,11 +281,6 @@ class TestBasis:
         )
         with by_documentation():
             assert "as documented" in support.basis(CUDA)
-
-    def test_basis_on_a_cpu_is_empty(self):
-        spec = call(device=torch.device("cpu"), dtype=torch.float32)
-        assert support.basis(spec.device) == ""
-        assert "Support:" not in str(explain_spec(spec, SIZE))
 
 
 class TestTables:
@@ -381,15 +355,6 @@ def test_verified_gpu_has_a_kernel_for_every_plain_call(file, fake_gpu, monkeypa
             for options in ({}, {"is_causal": True}, {"num_kv_heads": 2}, {"is_causal": True, **CROSS}):
                 spec = call(head_dim, dtype=dtype, needs_grad=True, **options)
                 assert choose(spec, SIZE).backward is not None, explain_spec(spec, SIZE)
-
-
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize(("head_dim", "window"), [(256, (511, 0)), (512, (-1, -1))], ids=["sliding", "global"])
-def test_both_kinds_of_layers_of_gemma_4_run_on_fast_kernels(head_dim, window, needs_grad, fake_gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    spec = call(head_dim, num_heads=16, num_kv_heads=2, is_causal=True, window_size=window, needs_grad=needs_grad)
-    fast = ("token_tiled",) if head_dim == 512 else ("token_tiled", "flash_attn_4", "torch_flash")
-    assert explain_spec(spec, CallSize(30, 16_384, 4_000_000)).chosen in fast
 
 
 def test_every_feature_of_every_backend_is_known():

@@ -61,9 +61,6 @@ class TestBenchLengths:
         assert drawn == draw_lengths(f"{distribution}:17", 1700)
         assert (drawn == draw_lengths(f"{distribution}:17", 1700, seed=1)) is (distribution == "equal")
 
-    def test_equal_lengths_are_as_many_as_fit(self):
-        assert draw_lengths("equal:4", 10) == (4, 4)
-
     @pytest.mark.parametrize("text", ["", "5,", "5,-1", "5,x", "normal:9", "equal:0", "uniform:"])
     def test_invalid_lengths(self, text):
         with pytest.raises(ValueError, match="5,0,900,17"):
@@ -114,15 +111,6 @@ def test_padded_sdpa_computes_the_same(lengths, options, dtype):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--kv-heads", "2", "--options", "is_causal=True"], ["--backends", "cpu", "reference"]]
-)
-def test_bench_options(arguments, run):
-    status, out, _, notes = run(*arguments)
-    assert (status, notes) == (0, {})
-    assert "–" not in out
-
-
-@pytest.mark.parametrize(
     ("error", "note"),
     [
         (RuntimeError("no kernel | here\nand more"), "failed: no kernel | here"),
@@ -154,12 +142,6 @@ def test_bench_auto_without_a_backend_shows_every_reason(run):
     *_, notes = run("--options", "batch_invariant=True")
     assert "cpu: batch invariance is not supported" in notes["auto"][0]
     assert "reference: batch invariance is not supported" in notes["auto"][0]
-
-
-def test_bench_forward_only(run):
-    status, _, rows, _ = run("--forward-only")
-    assert status == 0
-    assert {len(cells) for cells in rows.values()} == {2}
 
 
 def inputs_of(*lengths, heads=1):
