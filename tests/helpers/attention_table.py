@@ -86,6 +86,7 @@ ROWS |= {
     "mask_mod that hides heads": row("cross", "both-sides-upper_left", "gqa", {"mask_mod": even_heads}),
     "mods, all": row("cross", "causal", "relative-alibi-gqa", both_mods(softcap=1.3)),
     **{f"only {x}": row("cross", "causal-window", "gqa", relative=(x,)) for x in TERMS},
+    "biases, upper left": row("cross", "both-sides-upper_left", "relative-alibi-gqa"),
     "two biases": row("self", "causal-upper_left", "gqa", relative=TERMS[::2]),
     "bias of one distance": row("self", "causal", "plain", relative=("bias",), buckets=(0, 1)),
     "biases of many distances": row("self", "causal", "plain", relative=TERMS, buckets=(130, 21)),
