@@ -11,7 +11,7 @@ VENV := .venv$(if $(PINNED),,-torch$(TORCH)-transformers$(TRANSFORMERS))
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --expect torch==$(TORCH) --expect transformers==$(TRANSFORMERS)
 
-.PHONY: demo test test-all test-ci soak docs site code-blocks lint types bench wheel clean
+.PHONY: demo test test-all test-ci gpu soak docs site code-blocks lint types bench wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/embed_paragraphs.py --every 6
@@ -29,6 +29,10 @@ test-all: $(VENV)/.dev
 # of the sweeps only those of tests that have no other cases; a submission must pass this and the soak
 test-ci: $(VENV)/.dev
 	$(PYTEST) --dist worksteal --least-sweeps --durations=40
+
+# what needs a GPU, or runs on it where there is one; it ends with a table of passed and failed tests of each backend
+gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu
 
 # a minute of random calls of the CPU's backend, in one process
 soak: $(VENV)/.dev

@@ -1,4 +1,6 @@
-"""Runs every code block of README.md, of the pages in docs/ and of the package's docstrings (`make docs`).
+"""Which tests of a GPU are collected, and the table of their results (`make gpu`).
+
+Runs every code block of README.md, of the pages in docs/ and of the package's docstrings (`make docs`).
 
 - `python`, `pycon`: run; the blocks of a page are one program. In `pycon`, lines with `>>>` are compared with the
   output below them.
@@ -16,6 +18,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -103,6 +106,46 @@ def pytest_configure(config: pytest.Config) -> None:
         installed = importlib.metadata.version(name).partition("+")[0]
         if installed != version:
             raise pytest.UsageError(f"{name} {installed} is installed, and {version} was asked for.")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are collected only where there is one. There, those that run on it join them."""
+    if torch.cuda.is_available():
+        for item in items:
+            if getattr(getattr(item, "module", None), "DEVICE", None) == torch.device("cuda"):
+                item.add_marker("gpu")
+            if "gpu" in item.keywords:
+                item.user_properties.append(("backend", backend_of(item)))
+        return
+    config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
+    items[:] = [item for item in items if "gpu" not in item.keywords]
+
+
+def backend_of(item: pytest.Item) -> str:
+    """The backend that a test is about, by its parameters or its folder; "any" if there is none."""
+    from nt_attention import available_backends
+
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    words = [x.partition(" ")[0] for x in (*values, *item.path.parts) if isinstance(x, str)]
+    return next((x for x in words if x in available_backends()), "any")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What ran on the GPU: its name, the backend, and how many tests passed and failed."""
+    if not torch.cuda.is_available():
+        return
+    counts = Counter(
+        (name, {"error": "failed"}.get(outcome, outcome))
+        for outcome in ("passed", "failed", "error", "skipped")
+        for report in terminalreporter.stats.get(outcome, ())
+        for key, name in report.user_properties
+        if key == "backend"
+    )
+    terminalreporter.section(torch.cuda.get_device_name())
+    for name in sorted({name for name, _ in counts}):
+        results = ", ".join(f"{counts[name, x]} {x}" for x in ("passed", "failed", "skipped"))
+        terminalreporter.write_line(f"{torch.cuda.get_device_name()} | {name:15} | {results}")
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a fixed seed, variants of backends, NaN in uninitialized memory; GPU tests need a GPU."""
+"""Fixtures for all tests: a fixed seed, variants of backends, NaN in uninitialized memory, cases of sweeps."""
 
 import dataclasses
 import getpass
@@ -152,8 +152,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = not_drawn(items, least=config.getoption("--least-sweeps"))
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

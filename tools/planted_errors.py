@@ -97,7 +97,7 @@ ERRORS = [
         "layouts/known.py",
         "find_or_build(key, build, other._facts.cache)",
         "find_or_build(key, build)",
-        "attention/test_attention_errors.py",
+        "refusals",
     ),
     # nested
     Error(
@@ -164,7 +164,7 @@ ERRORS = [
         "kernels/call.py",
         "if layout.batch_size != key_layout.batch_size:",
         "if False:",
-        "attention/test_attention_errors.py",
+        "refusals",
     ),
     Error(
         "the spec of a batch with other layouts is used",
@@ -178,7 +178,7 @@ ERRORS = [
         "functional.py",
         "x.is_floating_point() and x.dtype != torch.float64",
         "x.is_floating_point()",
-        "attention/test_autocast.py",
+        "attention/test_attention_table.py -k autocast",
     ),
     # autograd
     Error(
@@ -186,7 +186,7 @@ ERRORS = [
         "kernels/autograd.py",
         "with_sinks = torch.where(masked, sinks, torch.logaddexp(finite, sinks))",
         "with_sinks = torch.logaddexp(finite, sinks)",
-        "backends/test_adapters.py backends/test_reference_backend.py attention/test_random_calls.py",
+        "attention/test_attention_table.py -k 'results and cpu'",
     ),
     Error(
         "the second derivative is 0",
@@ -196,14 +196,14 @@ ERRORS = [
         """return (None, *_)
         raise RuntimeError(
             "trying to differentiate twice""",
-        "attention/test_attention_gradients.py",
+        "attention/test_attention.py",
     ),
     Error(
         "the share of a sink is that of the keys",
         "kernels/autograd.py",
         "share = torch.sigmoid(finite - sinks)",
         "share = torch.sigmoid(sinks - finite)",
-        "attention/test_attention_gradients.py backends/test_adapters.py",
+        "attention/test_attention_table.py -k 'results and cpu'",
     ),
     # adapters
     Error(
@@ -211,7 +211,7 @@ ERRORS = [
         "kernels/adapters.py",
         "saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0)",
         "saved.grad_lse",
-        "attention/test_attention_gradients.py backends/test_rewrites.py backends/test_adapters.py",
+        "attention/test_attention_table.py -k 'nan_gradient and cpu'",
     ),
     Error(
         "the gradient of lse is rounded",
@@ -225,14 +225,14 @@ ERRORS = [
         "kernels/adapters.py",
         "grads[1].add_(share, alpha=spec.scale)",
         "grads[1].add_(share)",
-        "backends/test_adapters.py",
+        "attention/test_attention_table.py -k room",
     ),
     Error(
         "rows past the end keep what was in memory",
         "kernels/adapters.py",
         "        out[layout.total :] = 0\n",
         "",
-        "attention/test_random_calls.py multihead/test_multihead_inputs.py",
+        "attention/test_attention_table.py -k 'results and cpu'",
     ),
     # rewrites
     Error(
@@ -240,28 +240,28 @@ ERRORS = [
         "kernels/rewrites.py",
         "window_size=(0 if spec.is_causal else right, left)",
         "window_size=(left, 0 if spec.is_causal else right)",
-        "backends/test_rewrites.py",
+        "attention/test_attention_table.py -k 'fake and lower'",
     ),
     Error(
         "slopes of reversed sequences are not reversed",
         "kernels/rewrites.py",
         "slopes = slopes.flip(0) if",
         "slopes = slopes if",
-        "backends/test_rewrites.py",
+        "attention/test_attention_table.py -k 'fake and lower'",
     ),
     Error(
         "buckets of reversed sequences are not reversed",
         "kernels/rewrites.py",
         "buckets=relative.buckets.flip(0)",
         "buckets=relative.buckets",
-        "backends/test_rewrites.py attention/test_relative_bias.py",
+        "attention/test_attention_table.py -k 'fake and lower'",
     ),
     Error(
         "queries without keys are kept",
         "kernels/rewrites.py",
         "kept = torch.minimum(queries, keys)",
         "kept = torch.where(keys > 0, queries, 0)",
-        "backends/test_rewrites.py",
+        "attention/test_attention_table.py -k 'fake and masked'",
     ),
     # masks, ALiBi, relative biases
     Error(
@@ -269,21 +269,21 @@ ERRORS = [
         "kernels/masks.py",
         "after_left = distance >= -int(self.left)",
         "after_left = distance > -int(self.left)",
-        "backends/test_reference_backend.py",
+        "attention/test_attention_table.py -k 'results and reference'",
     ),
     Error(
         "the number of visible pairs lacks the last key",
         "kernels/masks.py",
         "shift + int(self.right) + 1",
         "shift + int(self.right)",
-        "backends/test_call_size.py attention/test_flop_counts.py",
+        "backends/test_call_size.py",
     ),
     Error(
         "a mask that hides one key is no mask",
         "kernels/masks.py",
         "diagonal + self.right >= keys - 1",
         "diagonal + self.right >= keys - 2",
-        "backends/test_reference_backend.py backends/test_cpu_backend.py",
+        "attention/test_attention_table.py -k 'results and reference or results and cpu'",
     ),
     Error(
         "slopes for a number of heads that is no power of 2",
@@ -297,14 +297,14 @@ ERRORS = [
         "kernels/relative.py",
         "distance.clamp(-radius, radius) + radius",
         "radius - distance.clamp(-radius, radius)",
-        "attention/test_relative_bias.py -k 'not token_tiled'",
+        "attention/test_attention_table.py -k 'results and reference or results and cpu'",
     ),
     Error(
         "the gradient of a bias is the mean of the tiles",
         "kernels/relative.py",
         "grad.flatten(0, -4).sum(0)",
         "grad.flatten(0, -4).mean(0)",
-        "attention/test_relative_bias.py -k 'not token_tiled'",
+        "attention/test_attention_table.py -k 'results and small'",
     ),
     # reference, cpu, flex
     Error(
@@ -312,28 +312,28 @@ ERRORS = [
         "kernels/backends/reference.py",
         "(1 - (capped / spec.softcap).square())",
         "(1 - (capped / spec.softcap).abs())",
-        "backends/test_reference_backend.py",
+        "attention/test_attention_table.py -k 'results and reference'",
     ),
     Error(
         "dropout keeps its weights small",
         "kernels/backends/reference.py",
         "/ (1 - spec.dropout_p)",
         "",
-        "backends/test_reference_backend.py",
+        "attention/test_attention_table.py -k 'dropout and reference'",
     ),
     Error(
         "a tile misses its first key",
         "kernels/backends/cpu_tiles.py",
         "low = int(max(0, min(keys, first + shift - left)))",
         "low = int(max(0, min(keys, first + shift - left + 1)))",
-        "backends/test_cpu_backend.py",
+        "attention/test_attention_table.py -k 'results and cpu'",
     ),
     Error(
         "gradients of keys that no query sees are not written",
         "kernels/backends/cpu_tiles.py",
         "most_tiles <= 1 and keys_used == key_layout.total",
         "most_tiles <= 1",
-        "backends/test_cpu_backend.py attention/test_attention_gradients.py",
+        "attention/test_attention_table.py -k 'results and cpu'",
     ),
     Error(
         "NaN in a query is a fully masked row",
@@ -347,7 +347,7 @@ ERRORS = [
         "kernels/backends/cpu_scores.py",
         "factor.div_(1 - dropout.p)",
         "factor.div_(1)",
-        "backends/test_cpu_backend.py",
+        "attention/test_attention_table.py -k 'dropout and cpu'",
     ),
     Error(
         "mods of the backward read what variables have become",
@@ -361,7 +361,7 @@ ERRORS = [
         "kernels/backends/cpu_tiles.py",
         " and shift == 0 and spec.has_positive_scale",
         " and shift == 0",
-        "backends/test_cpu_backend.py",
+        "attention/test_attention_table.py -k 'results and cpu'",
     ),
     Error(
         "the last block of a flex mask is left out",
@@ -383,21 +383,21 @@ ERRORS = [
         "kernels/token_tiled/triton_kernels.py",
         "unmasked_from = tl.load(Lo + end - 1)",
         "unmasked_from = tl.load(Lo + start)",
-        "token_tiled/test_token_tiled_accuracy.py",
+        "attention/test_attention_table.py -k 'token_tiled and window'",
     ),
     Error(
         "softcap has a gradient of 1",
         "kernels/token_tiled/triton_kernels.py",
         "cap_gradient = 1.0 - capped * capped",
         "cap_gradient = 1.0",
-        "token_tiled/test_token_tiled_accuracy.py",
+        "attention/test_attention_table.py -k 'token_tiled and softcap'",
     ),
     Error(
         "the gradient of lse has the other sign",
         "kernels/token_tiled/triton_kernels.py",
         "delta -= tl.load(GradLse",
         "delta += tl.load(GradLse",
-        "token_tiled/test_token_tiled_accuracy.py",
+        "attention/test_attention_table.py -k 'results and token_tiled'",
     ),
     Error(
         "a bounded plan has too few tiles",
@@ -418,7 +418,7 @@ ERRORS = [
         "kernels/split_kv/triton_kernels.py",
         "all_from = tl.maximum(lo, last_query + shift - before)",
         "all_from = lo",
-        "paged/test_paged_attention.py -k window",
+        "attention/test_attention_table.py paged/test_paged_attention.py -k 'split_kv and window'",
     ),
     # choice of backends
     Error(
@@ -468,7 +468,7 @@ ERRORS = [
         "kernels/select.py",
         "candidates = [backends[name]] if name in backends else []",
         "candidates = list(backends.values())",
-        "backends/test_backend_selection.py attention/test_attention_errors.py",
+        "backends/test_backend_selection.py",
     ),
     # compat
     Error(

@@ -24,24 +24,6 @@ def both(function, *shapes):
     return [(*x, "meta") for *x, _ in found[0]], found[1]
 
 
-OPTIONS = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "window": {"window_size": (2, 0), "softcap": 3.0},
-    "dropout": {"dropout_p": 0.5},
-    "score_mod": {"score_mod": lambda score, b, h, i, j: score + i},
-    "mask_mod": {"mask_mod": lambda b, h, i, j: i >= j},
-}
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_attention(options, backend):
-    run = lambda layout, q, k, v: varlen_attention(q, k, v, layout, backend=backend, **options)  # noqa: E731
-    want, got = both(run, (TOKENS, 4, 5), (TOKENS, 2, 5), (TOKENS, 2, 3))
-    assert got == want
-
-
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("options", [{"rotary": nta.Rotary(dims=4)}, {"add_bias_kv": True, "dropout": 0.5}])
 def test_module(options, need_weights):

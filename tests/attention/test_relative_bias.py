@@ -1,118 +1,26 @@
-"""`RelativeBias`: values and gradients against the float64 oracle on every backend that supports it, graphs, errors.
+"""`RelativeBias` beside the rows of the attention table: NaN and −inf, strides of 32 bits, gradients, graphs.
 
 Dimensions: T query tokens, S key tokens, H query heads, N buckets.
 """
 
 import dataclasses
 import itertools
-import re
 
 import pytest
 import torch
 from calls import call
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from oracle import GEOMETRIES, LENGTHS, Problem, assert_same, attention, problem
-from sweeps import sweep_except, sweep_product
-from test_random_calls import lengths, problems
-from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS, case_of, cases_of, check, on_tiles, placed, truth
+from oracle import Problem, assert_same, problem
+from sweeps import covering, pairwise, sweep_except
+from token_tiled_cases import DEVICE, IGNORED_WARNINGS, case_of, on_tiles, placed, truth
 
-import nt_attention as nta
 from nt_attention import RelativeBias, SequenceLayout, varlen_attention
 from nt_attention.kernels import custom_ops, relative
 from nt_attention.kernels.backends import cpu
-from nt_attention.kernels.select import BACKENDS
 
 pytestmark = IGNORED_WARNINGS
 
 TERMS = ("bias", "query_bias", "key_bias")
-SUBSETS = [chosen for count in (1, 2, 3) for chosen in itertools.combinations(TERMS, count)]
 BOTH = pytest.mark.parametrize("backend", ["cpu", "reference"])
-exact = pytest.mark.usefixtures("uninitialized_is_nan")
-# Few tokens for Triton's interpreter, some of them in two tiles of 32 or 64 rows.
-tiled_lengths = lengths if GPU else st.one_of(st.integers(0, 9), st.sampled_from([0, 1, 31, 33, 41, 65]))
-
-
-class TestAgreesWithTheOracle:
-    """Outputs, log-sum-exp and all six gradients."""
-
-    @sweep_product("backend, terms, lengths, geometry", ["cpu", "reference"], SUBSETS, LENGTHS, GEOMETRIES, strength=2)
-    def test_on_the_cpu(self, backend, terms, lengths, geometry):
-        case = problem(lengths, geometry, "gqa", relative=terms)
-        assert_same(case.solve(call(case, backend)), case.truth(), 1e-9)
-
-    @exact
-    @cases_of("terms, lengths, geometry, options", 17, SUBSETS, LENGTHS, GEOMETRIES, ["", "ordered", "invariant"])
-    def test_on_token_tiled(self, terms, lengths, geometry, options):
-        case = case_of(lengths, geometry, "gqa", relative=terms, dtype=torch.float32)
-        check(case, deterministic=options == "ordered", batch_invariant=options == "invariant")
-
-    @BOTH
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-    def test_in_16_bits(self, backend, dtype):
-        case = problem("cross", "causal-window", "relative", dtype=dtype)
-        got = case.solve(call(case, backend))
-        assert all(got[f"d {name}"].dtype == dtype for name in TERMS)
-        assert_same(got, case.truth(), 8 * torch.finfo(dtype).eps)
-
-    @exact
-    def test_in_16_bits_on_token_tiled(self):
-        check(case_of("cross", "both-sides", "relative", dtype=torch.float16), slack=2)
-
-    @pytest.mark.parametrize("backend", ["reference", "token_tiled"])
-    def test_after_softcap_with_alibi_and_sinks(self, backend):
-        case = case_of("cross", "causal", "all", relative=TERMS, dtype=torch.float32, options={"softcap": 1.3})
-        assert_same(case.solve(call(case, backend)), truth(case), 1e-4)
-
-    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(problems(), st.sampled_from(SUBSETS), st.integers(0, 30), st.integers(1, 20))
-    def test_in_random_calls(self, case, terms, radius, buckets):
-        case = dataclasses.replace(case, relative=terms, buckets=(radius, buckets))
-        for backend in ("cpu", "reference") if case.lengths else ("cpu",):  # else lse has no gradient on the reference
-            assert_same(case.solve(call(case, backend)), case.truth(), 1e-9)
-
-    @pytest.mark.sweep
-    @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(problems(tiled_lengths), st.sampled_from(SUBSETS), st.integers(0, 30), st.integers(1, 20), st.booleans())
-    def test_in_random_calls_on_token_tiled(self, case, terms, radius, buckets, deterministic):
-        case = dataclasses.replace(case, relative=terms, buckets=(radius, buckets), dtype=torch.float32)
-        check(placed(case), slack=2, deterministic=deterministic)
-
-    @pytest.mark.parametrize("lengths", [([3, 2], [0, 0]), ([0, 0], [5, 2]), ([0, 3, 0], [5, 0, 7])])
-    @pytest.mark.parametrize("backend", ["cpu", "reference", "token_tiled"])
-    def test_without_queries_or_keys(self, lengths, backend):
-        case = placed(Problem(*lengths, heads=2, kv_heads=1, past=(3, 2), relative=TERMS, dtype=torch.float32))
-        assert_same(case.solve(call(case, backend)), truth(case), 1e-5)
-
-
-@exact
-def test_gradients_with_dropout():
-    """With the identity as values, the output is the weights that were kept. The gradients must be of these weights."""
-    length, p = 61, 0.31
-    case = placed(Problem([length], None, 4, 2, 11, length, relative=TERMS, dtype=torch.float32))
-    eye = torch.eye(length, device=DEVICE)[:, None]
-    case.inputs["value"] = eye.repeat(1, 2, 1)
-    got = case.solve(on_tiles(case, dropout_p=p))
-
-    def by_hand(value, **arguments):
-        with DEVICE:
-            weights, lse = attention(value=eye.expand(-1, 2, -1), lengths=[length], **arguments)
-        weights = weights * (got["out"].detach() != 0) / (1 - p)
-        return torch.einsum("thj,jhd->thd", weights, value.double().repeat_interleave(2, 1)), lse
-
-    assert_same(got, case.solve(by_hand), 1e-4)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference", "token_tiled"])
-def test_rows_past_the_end_are_never_read(backend):
-    case = case_of("cross", "causal-window", "relative", dtype=torch.float32)
-    want = truth(case)
-    for name, past in zip(("query_bias", "key_bias"), case.past, strict=True):
-        case.inputs[name][-past:] = torch.nan
-    got = case.solve(call(case, backend))
-    assert_same(got, want, 1e-4)
-    assert not got["d query_bias"][-case.past[0] :].any()
-    assert not got["d key_bias"][-case.past[1] :].any()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "token_tiled"])
@@ -141,10 +49,10 @@ def test_nan_in_a_bias_is_propagated(backend, name):
     assert torch.equal(out.isnan().all(-1), expected)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference", "token_tiled"])
-@pytest.mark.parametrize("needs_grad", [True, False], ids=["learned", "fixed"])
-@pytest.mark.parametrize("window_size", [(-1, -1), (2, 1)], ids=["open", "window"])
-@pytest.mark.parametrize("name", TERMS)
+@pairwise(
+    {"backend": ["cpu", "token_tiled", "reference"], "name": TERMS, "needs_grad": [True, False]}
+    | {"window_size": [(-1, -1), (2, 1)]}
+)
 def test_rows_whose_biases_are_minus_infinity_see_no_key(backend, name, window_size, needs_grad):
     """Of head 1: all rows, row 4, or the rows of the second sequence. Everything is finite, and 0 in these rows."""
     device = torch.device("cpu") if backend == "cpu" else DEVICE
@@ -169,31 +77,6 @@ def test_rows_whose_biases_are_minus_infinity_see_no_key(backend, name, window_s
     assert all(x.isfinite().all() for x in (out, *grads))
     for got, want in zip(results, run("reference"), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-STRIDES = {
-    "heads-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "expanded": lambda x: x[:1].expand_as(x),
-    "every-other-bucket": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "buckets-first": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
-}
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference", "token_tiled"])
-@pytest.mark.parametrize("strides", STRIDES)
-def test_any_strides(backend, strides):
-    case = case_of("self", "causal", "relative", dtype=torch.float32)
-
-    def strided(relative, **arguments):
-        changed = relative.with_tensors([STRIDES[strides](x) for x in relative.tensors])
-        changed = dataclasses.replace(changed, buckets=relative.buckets.repeat_interleave(2)[::2].int())
-        return call(case, backend)(relative=changed, **arguments)
-
-    def want(relative, **arguments):
-        changed = relative.with_tensors([STRIDES[strides](x) for x in relative.tensors])
-        return call(case, "reference")(relative=changed, **arguments)
-
-    assert_same(case.solve(strided), case.solve(want), 1e-4)
 
 
 @pytest.mark.parametrize("apart", ["rows", "heads"])
@@ -230,8 +113,10 @@ def test_buckets_out_of_range_count_as_the_nearest(backend, monkeypatch):
 
 
 class TestGradients:
-    @pytest.mark.parametrize("backend", ["cpu", "reference", "token_tiled"])
-    @pytest.mark.parametrize("wanted", [("bias",), ("key_bias", "query"), ("query_bias",), ("value",)])
+    @covering(
+        {"backend": ["cpu", "reference", "token_tiled"]}
+        | {"wanted": [("bias",), ("key_bias", "query"), ("query_bias",), ("value",)]}
+    )
     def test_only_those_that_are_needed(self, backend, wanted):
         case = case_of("cross", "causal", "relative", dtype=torch.float32)
         want = truth(case)
@@ -253,8 +138,7 @@ class TestGradients:
         call(case, "cpu")(**case.arguments(leaves), **case.options)[0].sum().backward()
         assert bool(ran) == trained
 
-    @pytest.mark.parametrize("backend", ["cpu", "token_tiled"])
-    @pytest.mark.parametrize("which", ["buckets", *TERMS])
+    @covering({"backend": ["cpu", "token_tiled"], "which": ["buckets", *TERMS]})
     def test_in_place_change_before_the_backward(self, backend, which):
         case = case_of("self", "causal", "relative", dtype=torch.float32)
         leaves = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
@@ -279,43 +163,22 @@ class TestGradients:
         (second,) = torch.autograd.grad(gradient("reference").square().sum(), leaf)
         assert second.abs().sum() > 0
 
-    @pytest.mark.parametrize("backend", ["cpu", "reference", "auto"])
-    def test_torch_func_grad(self, backend):
-        case = problem("cross", "causal-window", "relative")
-
-        def loss(inputs):
-            out, lse = call(case, backend)(**case.arguments(inputs), **case.options)
-            return (out * case.grads[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * case.grads[1]).sum()
-
-        want = case.truth()
-        found = {f"d {name}": grad for name, grad in torch.func.grad(loss)(case.inputs).items()}
-        assert_same(found, {name: want[name] for name in found}, 1e-9)
-
     @BOTH
     def test_gradients_are_summed_in_float32(self, backend):
         """Many small addends of a float16 bias, which float16 sums would lose."""
-        layout = SequenceLayout.from_lengths([1] * 5000)
-        x = torch.ones(5000, 1, 8, dtype=torch.float16)
+        layout = SequenceLayout.from_lengths([1] * 2100)
+        x = torch.ones(2100, 1, 8, dtype=torch.float16)
         bias = torch.zeros(1, 1, dtype=torch.float16, requires_grad=True)
         relative = RelativeBias(torch.zeros(1, dtype=torch.int64), bias)
         _, lse = varlen_attention(x, x, x, layout, relative=relative, return_lse=True, backend=backend)
         lse.sum().backward()
-        assert bias.grad.item() == 5000
+        assert bias.grad.item() == 2100
 
 
 def test_deterministic_calls_give_the_same_bits_on_token_tiled():
     case = case_of("self", "causal", "relative", dtype=torch.float32)
     first, second = (case.solve(on_tiles(case, deterministic=True)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("radius", [0, 1, 40])
-@pytest.mark.parametrize("terms", [("bias",), TERMS], ids=["bias", "all"])
-def test_deterministic_gradients_with_few_and_many_distances(radius, terms):
-    case = dataclasses.replace(
-        case_of("self", "causal", "relative", dtype=torch.float32), relative=terms, buckets=(radius, 1 + radius // 2)
-    )
-    check(placed(case), slack=2, deterministic=True)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -363,11 +226,6 @@ class TestGraphs:
                 assert (one is None) == (two is None)
                 assert one is None or torch.allclose(one, two, atol=1e-5)
 
-    def test_a_bias_from_outside_of_the_graph(self):
-        case = problem("cross", "causal", "relative", dtype=torch.float32)
-        graph = torch.compile(call(case, "cpu"), fullgraph=True, backend="aot_eager")
-        assert_same(case.solve(graph), case.truth(), 1e-4)
-
     def test_export(self):
         class Model(torch.nn.Module):
             def __init__(self):
@@ -393,85 +251,3 @@ class TestGraphs:
         with pytest.raises(ValueError, match=r"query_bias must be floating-point numbers \(14, 3, 7\)"):
             function(x, x, x, offsets, offsets, None, *biases, *more)
         assert custom_ops.Arguments(*[None] * 10, *more).relative_grad is False
-
-
-def test_nested_tensors_with_packed_biases():
-    case = problem("self", "causal", "relative", dtype=torch.float32)
-    layout = SequenceLayout.from_lengths(case.lengths)
-
-    def function(relative, query, key, value, **options):
-        nested = map(layout.to_nested, (query, key, value))
-        out, lse = varlen_attention(*nested, relative=relative, return_lse=True, **options)
-        return out.values(), lse.values()
-
-    assert_same(case.solve(function), case.truth(), 1e-4)
-
-
-@BOTH
-def test_biases_are_not_cast_under_autocast(backend):
-    layout = SequenceLayout.from_lengths([300])
-    x = torch.zeros(300, 1, 8)
-    bias = torch.full((1, 1), 1 + 2**-10)  # bfloat16 would round it
-    relative = RelativeBias(torch.zeros(1, dtype=torch.int64), bias)
-    with torch.autocast("cpu", torch.bfloat16):
-        out, lse = varlen_attention(x, x, x, layout, relative=relative, return_lse=True, backend=backend)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(lse, torch.full((300, 1), 300.0).log() + bias, rtol=0, atol=2e-4)
-
-
-def fields(**changes):
-    return {"buckets": torch.zeros(9, dtype=torch.int64), "bias": torch.zeros(3, 7)} | changes
-
-
-REFUSED = {
-    "no-bias": (fields(bias=None), ValueError, "relative has no bias: pass bias (H, N)"),
-    "list": (fields(bias=[1.0]), TypeError, "relative.bias must be a torch.Tensor, got list"),
-    "buckets-list": (fields(buckets=[1]), TypeError, "relative.buckets must be a torch.Tensor, got list"),
-    "even": (fields(buckets=torch.zeros(8, dtype=torch.int64)), ValueError, "must be (2R+1,) int32 or int64"),
-    "float-buckets": (fields(buckets=torch.zeros(9)), ValueError, "got (9,) torch.float32"),
-    "bucket-too-large": (fields(buckets=torch.full((9,), 7)), ValueError, "in [0, 7), got values from 7 to 7"),
-    "bucket-negative": (fields(buckets=torch.arange(-4, 5)), ValueError, "in [0, 7), got values from -4 to 4"),
-    "heads": (fields(bias=torch.zeros(2, 7)), ValueError, "relative.bias must be floating-point numbers (3, 7)"),
-    "number": (fields(bias=torch.tensor(1.0)), ValueError, "got () torch.float32"),
-    "integers": (fields(bias=torch.zeros(3, 7, dtype=torch.int64)), ValueError, "got (3, 7) torch.int64"),
-    "no-buckets": (fields(bias=torch.zeros(3, 0)), ValueError, "relative has no buckets"),
-    "rows": (
-        fields(query_bias=torch.zeros(6, 3, 7)),
-        ValueError,
-        "query_bias must be floating-point numbers (5, 3, 7)",
-    ),
-    "different-N": (fields(key_bias=torch.zeros(5, 3, 8)), ValueError, "(5, 3, 7) for 3 query heads and 7 buckets"),
-    "device": (fields(bias=torch.zeros(3, 7, device="meta")), ValueError, "relative.bias is on meta and query on cpu"),
-}
-
-
-@pytest.mark.parametrize("which", REFUSED)
-@pytest.mark.parametrize("function", [varlen_attention, nta.explain], ids=["call", "explain"])
-def test_invalid_biases_are_refused(which, function):
-    given, error, message = REFUSED[which]
-    x, layout = torch.randn(5, 3, 8), SequenceLayout.from_lengths([2, 3])
-    with pytest.raises(error, match=re.escape(message)):
-        function(x, x, x, layout, relative=RelativeBias(**given))
-
-
-def test_another_type_is_refused():
-    x, layout = torch.randn(5, 3, 8), SequenceLayout.from_lengths([2, 3])
-    with pytest.raises(TypeError, match=r"relative must be a nta.RelativeBias, got Tensor"):
-        varlen_attention(x, x, x, layout, relative=torch.zeros(3, 7))
-
-
-def test_backends_that_support_it():
-    x, layout = torch.randn(5, 3, 8), SequenceLayout.from_lengths([2, 3])
-    explanation = nta.explain(x, x, x, layout, relative=RelativeBias(**fields()))
-    assert explanation.chosen == "cpu"
-    assert {name for name, backend in BACKENDS.items() if "relative bias" in backend.features} == {
-        *("token_tiled", "cpu", "reference")
-    }
-    for name in ("flex", "torch_flash", "torch_efficient", "flash_attn_2", "flash_attn_4"):
-        assert "relative biases are not supported" in " ".join(BACKENDS[name].unsupported(_spec(relative=("bias",))))
-
-
-def _spec(**changes):
-    from nt_attention.kernels.call import AttentionSpec
-
-    return AttentionSpec(torch.device("cpu"), torch.bfloat16, 4, 4, 64, 64, 0.125, **changes)

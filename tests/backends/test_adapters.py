@@ -1,22 +1,16 @@
-"""The adapters around a kernel: padded head dims, and the gradient of lse."""
+"""The adapters around a kernel: the gradient of lse, padded head dims, and rewrites of unsupported calls."""
+
+import dataclasses
+from functools import partial
 
 import pytest
 import torch
+from attention_table import WITHOUT_WINDOW, fields_of_fake
 from calls import call
-from oracle import assert_same, problem
+from oracle import Problem, assert_same, problem
 
-from nt_attention.kernels.backend import HeadDims, Hooks
+from nt_attention.kernels.backend import COMMON, HeadDims
 from nt_attention.kernels.backends import cpu
-
-CASES = [
-    pytest.param(lengths, geometry, id=f"{lengths}-{geometry}")
-    for lengths, geometry in [
-        ("self", "causal"),
-        ("cross", "full"),
-        ("cross", "causal-window"),
-        ("cross", "both-sides-upper_left"),
-    ]
-]
 
 
 @pytest.fixture
@@ -42,26 +36,6 @@ def fake(registered_variant):
     return make
 
 
-@pytest.mark.parametrize("extra", ["plain", "gqa", "narrow-values", "alibi-each-gqa", "all"])
-@pytest.mark.parametrize(("lengths", "geometry"), CASES)
-def test_lse_gradient_as_an_extra_column_of_the_head_dim(fake, lengths, geometry, extra):
-    calls = fake(head_dims=HeadDims(12, equal=True))
-    case = problem(lengths, geometry, extra)
-    assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
-    assert calls["forward"] == [(11, 11, 11)]
-    # values that are narrower than keys leave a column in their padding
-    assert calls["backward"] == [(12, 12, 12) if case.value_dim == 11 else (11, 11, 11)]
-
-
-@pytest.mark.parametrize("extra", ["plain", "gqa", "alibi-each-gqa"])
-@pytest.mark.parametrize(("lengths", "geometry"), CASES)
-def test_lse_gradient_by_a_second_kernel_call(fake, lengths, geometry, extra):
-    calls = fake(head_dims=HeadDims(11, equal=True))
-    case = problem(lengths, geometry, extra)
-    assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
-    assert calls["forward"] == calls["backward"] == [(11, 11, 11)] * 2
-
-
 def test_no_extra_column_without_a_gradient_of_lse(fake):
     calls = fake(head_dims=HeadDims(12, equal=True))
     case = problem("cross", "causal", "plain")
@@ -79,47 +53,6 @@ def test_lse_gradient_by_a_second_kernel_call_is_refused_under_softcap(fake):
         NotImplementedError, match=r"fake does not support the gradient of lse at head dim 11 .* softcap"
     ):
         case.solve(call(case, "fake"))
-
-
-@pytest.mark.parametrize("extra", ["plain", "sinks", "all"])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(11, 11), (8, 8), (13, 16), (16, 13), (7, 3)])
-def test_head_dims_are_padded_to_what_the_kernel_takes(fake, head_dim, value_dim, extra):
-    calls = fake(head_dims=HeadDims(multiple=8, equal=True))
-    case = problem("cross", "causal", extra, head_dim=head_dim, value_dim=value_dim)
-    assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
-    assert all(d % 8 == 0 for dims in calls["forward"] + calls["backward"] for d in dims)
-
-
-@pytest.mark.parametrize("change", ["begin", "rows", "heads"])
-def test_rows_between_multiples_of_16_bytes_are_copied(registered_variant, change):
-    def check(*tensors):
-        for x in tensors:
-            assert x.data_ptr() % 16 == x.stride(0) * x.itemsize % 16 == x.stride(1) * x.itemsize % 16 == 0
-
-    def forward(query, key, value, problem):
-        check(query, key, value)
-        return cpu.forward(query, key, value, problem)
-
-    def backward(known, query, key, value, problem):
-        check(known.grad, known.out, query, key, value)
-        return cpu.backward(known, query, key, value, problem)
-
-    fields = {"forward": forward, "backward": backward, "hooks": Hooks()}
-    fields |= {"head_dims": HeadDims(multiple=8, equal=True), "traits": {"aligned_rows"}}
-    registered_variant(cpu.BACKEND, "aligned", **fields)
-    case = problem("self", "causal", "plain", head_dim=16, value_dim=16)
-
-    def moved(x):
-        if change == "begin":
-            return torch.nn.functional.pad(x.reshape(-1), (1, 0))[1:].view(x.shape)
-        if change == "rows":
-            return torch.nn.functional.pad(x.flatten(1), (0, 1))[:, :-1].unflatten(1, x.shape[1:])
-        return torch.nn.functional.pad(x, (0, 1))[..., :-1]
-
-    def attend(query, key, value, **options):
-        return call(case, "aligned")(query=moved(query), key=moved(key), value=moved(value), **options)
-
-    assert_same(case.solve(attend), case.truth(), 1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -150,3 +83,84 @@ def test_lse_gradient_is_not_rounded_to_16_bits(fake, dtype):
     case.solve(call(case, "fake"))
     assert want.any()
     torch.testing.assert_close(-calls["delta"][0], want, rtol=torch.finfo(dtype).eps ** 2, atol=1e-7)
+
+
+# Rewrites: that a kernel gets calls that it supports is tested in the attention table.
+
+CROSS = {"lengths": [5, 0, 1, 31, 17, 13, 3, 0], "key_lengths": [11, 3, 0, 17, 29, 13, 1, 0]}
+APART = {"lengths": [5, 0, 1, 31, 13], "key_lengths": [5, 0, 1, 31, 13]}
+LOWER_RIGHT = {"traits": {"lower_right_only"}}
+
+
+@pytest.fixture
+def rewritten(registered_variant):
+    """Registers a variant of the CPU backend, and returns the lengths of queries and keys of each kernel call."""
+
+    def make(**changes):
+        fields = fields_of_fake(changes)
+        layouts = []
+
+        def run(name, *inputs):
+            layouts.append([x.host_offsets.diff().tolist() for x in inputs[-1][:2]])
+            offsets.append([x.offsets for x in inputs[-1][:2]])
+            return fields[name](*inputs)
+
+        both = {name: partial(run, name) for name in ("forward", "backward")}
+        registered_variant(cpu.BACKEND, "fake", **fields | both)
+        return layouts
+
+    offsets = []
+    make.offsets = offsets
+    return make
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths", "options"),
+    [
+        (LOWER_RIGHT, CROSS, {"is_causal": True}),
+        (LOWER_RIGHT, CROSS, {"window_size": (7, 3)}),
+        (LOWER_RIGHT, CROSS, {"causal_alignment": "upper_left"}),  # full attention has no diagonal to align
+        (LOWER_RIGHT, APART, {"is_causal": True, "causal_alignment": "upper_left"}),
+        ({}, CROSS, {"is_causal": True}),
+        ({}, CROSS, {}),
+    ],
+    ids=str,
+)
+def test_calls_that_need_no_rewrite(rewritten, changes, lengths, options):
+    layouts = rewritten(**changes)
+    case = problem("self", "full", "gqa", **lengths, options=options)
+    case.solve(call(case, "fake"))
+    assert layouts == [[lengths["lengths"], lengths["key_lengths"]]] * 2
+
+
+def test_only_fully_masked_rows_are_removed(rewritten):
+    layouts = rewritten(**WITHOUT_WINDOW)
+    case = problem("self", "causal", "plain", lengths=[5, 0, 7, 3, 2], key_lengths=[3, 2, 7, 11, 0])
+    case.solve(call(case, "fake"))
+    assert layouts == [[[3, 0, 7, 3, 0], [3, 2, 7, 11, 0]]] * 2
+
+
+@pytest.mark.parametrize("key_lengths", [[0, 0, 0], [0, 3, 0]], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_kernel_runs_if_no_query_sees_a_key(rewritten, is_causal, key_lengths):
+    """Keys of sequences without queries do not count."""
+    layouts = rewritten(**WITHOUT_WINDOW)
+    case = Problem([5, 0, 7], key_lengths, 6, 3, past=(3, 2), options={"is_causal": is_causal})
+    assert_same(case.solve(call(case, "fake")), case.truth(), 0)
+    assert not layouts
+
+
+@pytest.mark.parametrize("changes", [LOWER_RIGHT, WITHOUT_WINDOW], ids=["lower right", "no masked rows"])
+def test_rewritten_layouts_are_cached(rewritten, changes):
+    rewritten(**changes)
+    case = problem("self", "causal-upper_left", "gqa", **CROSS)
+    function = call(case, "fake")
+    case.solve(function)
+    case.solve(function)
+    assert len(rewritten.offsets) == 4
+    assert [len({id(x) for x in side}) for side in zip(*rewritten.offsets, strict=True)] == [1, 1]
+
+
+def test_a_backend_with_windows_must_support_fully_masked_rows():
+    with pytest.raises(ValueError, match="'no_fully_masked_rows' is not supported together with 'window'"):
+        dataclasses.replace(cpu.BACKEND, traits={"no_fully_masked_rows"}, features=COMMON | {"window"})

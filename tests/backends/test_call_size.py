@@ -1,7 +1,6 @@
 """The size of a call for the cost model: visible pairs in closed form, compared with attention masks."""
 
 import dataclasses
-import gc
 import math
 import random
 
@@ -158,20 +157,3 @@ class TestCachedCallSize:
         others = SequenceLayout.from_lengths([11, 3, 0, 31, 17])
         assert size_of(layout, others, spec).pairs - size_of(layout, key_layout, spec).pairs == 4 * 13
         assert len(counts) == 2
-
-    def test_call_size_of_both_alignments_is_the_same_for_equal_lengths(self, counts):
-        layout, _, spec = of_lengths(LENGTHS[0], None, equal=True, window_size=(7, 3))
-        upper = dataclasses.replace(spec, causal_alignment="upper_left")
-        assert size_of(layout, layout, upper) == size_of(layout, layout, spec)
-        assert len(counts) == 1
-
-    def test_call_size_is_freed_with_either_layout(self):
-        layout, key_layout, spec = of_lengths(*LENGTHS)
-        cache = layout._facts.cache
-        before = set(cache._entries)
-        size_of(layout, key_layout, spec)
-        (added,) = set(cache._entries) - before
-        assert len(cache._entries[added]) == 1
-        del key_layout
-        gc.collect()
-        assert len(cache._entries[added]) == 0

@@ -14,43 +14,37 @@ LENGTHS = [5, 1, 12, 7]
 
 @pytest.fixture
 def prepared(registered_variant):
-    """Registers a variant of the CPU backend that prepares its runs. Counts preparations and runs."""
+    """Registers a variant of the CPU backend that prepares its runs. Counts the runs of each preparation."""
     counts = {"forward": [], "backward": []}
 
-    def prepare_forward(query, key, value, call):
-        counts["forward"].append(0)
-        at, call = len(counts["forward"]) - 1, call._replace(prepared=None)
+    def preparing(name, function):
+        def prepare(*inputs):
+            *_, call = inputs
+            counts[name].append(0)
+            at, call = len(counts[name]) - 1, call._replace(prepared=None)
 
-        def run(query, key, value):
-            counts["forward"][at] += 1
-            return cpu.forward(query, key, value, call)
+            def run(*tensors):
+                counts[name][at] += 1
+                return function(*tensors, call)
 
-        return run
+            return run
 
-    def prepare_backward(saved, query, key, value, call):
-        counts["backward"].append(0)
-        at, call = len(counts["backward"]) - 1, call._replace(prepared=None)
+        return prepare
 
-        def run(saved, query, key, value):
-            counts["backward"][at] += 1
-            return cpu.backward(saved, query, key, value, call)
-
-        return run
-
-    registered_variant(cpu.BACKEND, "preparing", hooks=Hooks(prepare_forward, prepare_backward))
+    hooks = Hooks(**{f"prepare_{name}": preparing(name, getattr(cpu, name)) for name in counts})
+    registered_variant(cpu.BACKEND, "preparing", hooks=hooks)
     return counts
 
 
-def layer(layout, backend="preparing", change=lambda x: x, attend=nta.varlen_attention, **options):
-    """The output and the gradients of a layer with tensors of its own."""
+def layer(layout, change=lambda x: x, attend=nta.varlen_attention, **options):
+    """Compare the output and the gradients of a layer with tensors of its own with the reference."""
     leaves = [torch.randn(layout.total, 4, 16, dtype=torch.float64).requires_grad_() for _ in range(3)]
 
-    def run(backend):
+    def run(attend, backend):
         out = attend(*map(change, leaves), layout, backend=backend, **options)
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
-    for found, wanted in zip(run(backend), run("reference"), strict=True):
-        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(run(attend, "preparing"), run(nta.varlen_attention, "reference"))
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "graph"])
@@ -89,49 +83,31 @@ def test_most_that_is_kept(prepared, monkeypatch):
     assert len(prepared["forward"]) > 6
 
 
-def test_options_and_layouts_do_not_share(prepared):
+def test_options_layouts_and_backends_do_not_share(prepared):
     layouts = [nta.SequenceLayout.from_lengths(lengths) for lengths in (LENGTHS, LENGTHS[::-1])]
     for layout in layouts:
         for options in ({}, {"is_causal": True}, {"window_size": (3, 0)}, {"scale": 0.5}):
             layer(layout, **options)
     assert prepared == {"forward": [1] * 8, "backward": [1] * 8}
-
-
-def test_backends_do_not_share(prepared):
-    layout = nta.SequenceLayout.from_lengths(LENGTHS)
-    query = torch.randn(layout.total, 4, 16)
+    query = torch.randn(layouts[0].total, 4, 16)
     for name in ("preparing", "cpu", "preparing"):
-        nta.varlen_attention(query, query, query, layout, backend=name)
-    assert prepared["forward"] == [2]
+        nta.varlen_attention(query, query, query, layouts[0], backend=name)
+    assert prepared["forward"] == [*[1] * 8, 2]
 
 
-@pytest.mark.parametrize("with_bias", [False, True], ids=["slopes", "relative bias"])
-def test_calls_with_more_tensors_are_not_prepared(prepared, with_bias):
+def test_calls_that_need_more_are_not_prepared(prepared):
+    """With slopes, biases, rows past the end, or a gradient of lse."""
     layout = nta.SequenceLayout.from_lengths(LENGTHS)
-    for _ in range(2):
-        if with_bias:
-            distance = torch.arange(-11, 12).abs().clamp(max=7)
-            options = {"relative": nta.RelativeBias(distance, torch.randn(4, 8, dtype=torch.float64))}
-        else:
-            options = {"alibi_slopes": torch.rand(4)}
+    biases = nta.RelativeBias(torch.arange(-11, 12).abs().clamp(max=7), torch.randn(4, 8, dtype=torch.float64))
+    for options in ({"alibi_slopes": torch.rand(4)}, {"relative": biases}) * 2:
         layer(layout, **options)
-    assert prepared == {"forward": [], "backward": []}
-
-
-def test_rows_past_the_end_are_not_prepared(prepared):
-    layout = nta.SequenceLayout.from_lengths(LENGTHS)
     longer = torch.randn(layout.total + 3, 4, 16)
     out = nta.varlen_attention(longer, longer, longer, layout, backend="preparing")
     assert not out[layout.total :].any()
-    assert prepared["forward"] == []
-
-
-def test_gradient_of_lse_is_not_prepared(prepared):
-    layout = nta.SequenceLayout.from_lengths(LENGTHS)
+    assert prepared == {"forward": [], "backward": []}
     query = torch.randn(layout.total, 4, 16, requires_grad=True)
-    for _ in range(2):
-        _, lse = nta.varlen_attention(query, query, query, layout, backend="preparing", return_lse=True)
-        lse.sum().backward()
+    _, lse = nta.varlen_attention(query, query, query, layout, backend="preparing", return_lse=True)
+    lse.sum().backward()
     assert prepared["backward"] == []
 
 
@@ -141,8 +117,7 @@ def test_keys_in_pools_have_other_lengths_in_each_call(prepared):
     query, pool = torch.randn(2, 4, 16, dtype=torch.float64), torch.randn(16, 4, 16, dtype=torch.float64)
     for lengths in ([3, 5], [5, 3]):
         paged = nta.PagedLayout.from_slots(torch.tensor([0, 8]), torch.tensor(lengths), max_seqlen=8)
-        found, wanted = (
-            nta.varlen_attention(query, pool, pool, layout, paged, backend=backend)
-            for backend in ("preparing", "reference")
+        given = (query, pool, pool, layout, paged)
+        torch.testing.assert_close(
+            nta.varlen_attention(*given, backend="preparing"), nta.varlen_attention(*given, backend="reference")
         )
-        torch.testing.assert_close(found, wanted)

@@ -1,11 +1,6 @@
 """`python tests/helpers/soak.py`: what its draws find, and the programs that it prints."""
 
 import dataclasses
-import random
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import soak
@@ -126,34 +121,6 @@ def test_planted_error_is_found_and_its_program_repeats_it(name, message, right,
     assert len(program.splitlines()) <= 16
     if right:
         exec(program.replace("planted", right), {})
-
-
-def test_program_runs_in_a_process_of_its_own():
-    program = soak.Draw(cpu.BACKEND, torch.device("cpu"), random.Random(3), random.Random(3)).program()
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\nprint(error)"],
-        capture_output=True,
-        text=True,
-        cwd=Path(soak.__file__).parent,
-    )
-    assert 0 < float(done.stdout) < 1, done.stderr
-
-
-def test_right_backends(capsys):
-    assert check("--backends", "cpu", "reference", "--draws", "12", "--seed", "4") == 0
-    *_, header, of_cpu, of_reference = capsys.readouterr().out.splitlines()
-    assert header.split() == ["backend", "draws", "skipped", "largest", "error", "/", "tolerance"]
-    for line, name in ((of_cpu, "cpu"), (of_reference, "reference")):
-        *numbers, largest = line.split()
-        assert numbers == [name, "12", "0"]
-        assert 0 < float(largest) < 1
-
-
-def test_soak_ends_when_the_time_is_over(capsys):
-    started = time.monotonic()
-    assert check("--backends", "cpu", "--minutes", "0.03") == 0
-    assert 1.8 < time.monotonic() - started < 30
-    assert int(capsys.readouterr().out.splitlines()[-1].split()[1]) > 1
 
 
 def test_refused_calls_are_skipped(capsys):

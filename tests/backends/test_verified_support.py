@@ -74,50 +74,41 @@ def verified(fake_gpu, monkeypatch):
     monkeypatch.setattr(support, "verified_on", {(9, 0): TABLE}.get)
 
 
+ANY = {"window_size": (7, 3)}
+FP32 = {"dtype": torch.float32}
+# The backend, the call, and what of the reason is checked, without gradients and with them; None if it is supported.
+CALLS = [
+    (flash_attn_2, {}, "was not run", "was not run"),
+    (token_tiled, {"dtype": torch.float16}, "torch.float16 is not verified", "torch.float16 is not verified"),
+    (flash_attn_4, ANY, "'window' is not verified on", "'window' is not verified with gradients on"),
+    (token_tiled, {"alibi": True}, "'alibi' is not verified on", "'alibi' is not verified with gradients on"),
+    (token_tiled, FP32 | {"softcap": 3.0}, "'softcap' is not verified", "'softcap' is not verified"),
+    (flash_attn_4, {"softcap": 3.0}, None, "'softcap' is not verified with gradients"),
+    (token_tiled, {"dropout_p": 0.3}, None, "'dropout' is not verified with gradients"),
+    (torch_flash, {"head_dim": 136}, None, "no head dim for 136 is verified with gradients"),
+    (token_tiled, {"head_dim": 129}, None, "no head dim for 129 is verified with gradients"),
+    (token_tiled, {"value_dim": 200}, None, "no head dim for 64 with values of 200 is verified with gradients"),
+    (flash_attn_4, {"head_dim": 65, "dtype": torch.float16}, "no head dim for 65", "no head dim for 65"),
+    (torch_efficient, FP32 | {"head_dim": 72}, "no head dim for 72", "no head dim for 72 is verified with gradients"),
+]
+
+
+@pytest.mark.usefixtures("verified")
+@pytest.mark.parametrize(("backend", "options", "forward", "both"), CALLS)
+def test_what_is_not_verified(backend, options, forward, both):
+    for needs_grad, words in ((False, forward), (True, both)):
+        spec = call(**options, needs_grad=needs_grad)
+        reasons = [x for x in support.reasons(backend.BACKEND, spec) if words is None or words in x]
+        assert len(reasons) == (words is not None)
+        assert all(x.endswith(".") and "on an NVIDIA H199 by `tools/verify_backends.py`" in x for x in reasons)
+        dims = support.head_dims(backend.BACKEND, spec)
+        assert dims is None if words is not None and "head dim" in words else dims is not None or words is not None
+        with by_documentation():
+            assert support.reasons(backend.BACKEND, spec) == []
+
+
 @pytest.mark.usefixtures("verified")
 class TestNotSupported:
-    def one_reason(self, backend, spec):
-        (reason,) = support.reasons(backend, spec)
-        assert reason.endswith(".")
-        assert "on an NVIDIA H199 by `tools/verify_backends.py`" in reason
-        with by_documentation():
-            assert support.reasons(backend, spec) == []
-        return reason
-
-    def test_backend_that_was_not_verified(self):
-        assert "was not run" in self.one_reason(flash_attn_2.BACKEND, call())
-
-    def test_dtype_that_was_not_verified(self):
-        assert "torch.float16 is not verified" in self.one_reason(token_tiled.BACKEND, call(dtype=torch.float16))
-
-    @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
-    @pytest.mark.parametrize(
-        ("backend", "feature", "options"),
-        [
-            (flash_attn_4, "window", {"window_size": (7, 3)}),
-            (token_tiled, "alibi", {"alibi": True}),
-        ],
-    )
-    def test_feature_that_failed(self, backend, feature, options, needs_grad):
-        message = self.one_reason(backend.BACKEND, call(**options, needs_grad=needs_grad))
-        assert f"{feature!r} is not verified{' with gradients' if needs_grad else ''} on" in message
-
-    def test_feature_that_was_not_verified(self):
-        message = self.one_reason(token_tiled.BACKEND, call(dtype=torch.float32, softcap=3.0))
-        assert "'softcap' is not verified" in message
-
-    @pytest.mark.parametrize(
-        ("backend", "feature", "options"),
-        [
-            (flash_attn_4, "softcap", {"softcap": 3.0}),
-            (token_tiled, "dropout", {"dropout_p": 0.3}),
-        ],
-    )
-    def test_feature_verified_without_gradients(self, backend, feature, options):
-        assert support.reasons(backend.BACKEND, call(**options)) == []
-        message = self.one_reason(backend.BACKEND, call(**options, needs_grad=True))
-        assert f"{feature!r} is not verified with gradients" in message
-
     def test_all_features_that_failed_are_listed(self):
         spec = call(softcap=3.0, window_size=(7, 3), needs_grad=True)
         message = support.reasons(flash_attn_4.BACKEND, spec)
@@ -134,6 +125,8 @@ class TestNotSupported:
     )
     def test_documented_limits_come_first(self, backend, spec):
         assert support.reasons(backend.BACKEND, spec) == backend.BACKEND.unsupported(spec) != []
+        with by_documentation():
+            assert support.reasons(backend.BACKEND, spec) == backend.BACKEND.unsupported(spec)
 
     @pytest.mark.parametrize(("dims", "kv_heads"), [((192, 128), 2), ((160, 96), 1)])
     def test_grouped_heads_at_192_and_128(self, dims, kv_heads):
@@ -154,56 +147,34 @@ class TestNotSupported:
             assert choose(spec, SIZE, "flash_attn_4").name == "flash_attn_4"
 
 
+# The backend, the head dims asked for, and those that run: without gradients (None if it is the same), and with them.
+DIMS = [
+    *((flash_attn_4, (16, 16), (16, 16), (32, 32)), (flash_attn_4, (7, 13), (16, 16), (32, 32))),
+    *((flash_attn_4, (80, 80), (96, 96), (96, 96)), (flash_attn_4, (64, 64), None, (64, 64))),
+    *((flash_attn_4, (64, 128), None, (128, 128)), (flash_attn_4, (192, 128), None, (192, 128))),
+    *((flash_attn_4, (160, 96), None, (192, 128)), (flash_attn_4, (192, 192), None, (256, 256))),
+    *((flash_attn_4, (128, 192), None, (256, 256)), (flash_attn_4, (256, 256), None, (256, 256))),
+    *((torch_flash, (8, 8), None, (8, 8)), (torch_flash, (64, 64), None, (64, 64))),  # both must be equal
+    *((torch_flash, (7, 61), None, (64, 64)), (torch_flash, (128, 65), None, (128, 128))),
+    *((torch_flash, (12, 20), None, (64, 64)), (token_tiled, (7, 13), None, (7, 13))),
+    *((token_tiled, (64, 128), None, (64, 128)), (token_tiled, (127, 3), None, (127, 3))),
+    (torch_efficient, (61, 7), None, (64, 8)),  # to its own step
+]
+
+
 @pytest.mark.usefixtures("verified")
 class TestHeadDims:
-    @pytest.mark.parametrize(
-        ("asked", "needs_grad", "given"),
-        [
-            ((16, 16), False, (16, 16)),
-            ((16, 16), True, (32, 32)),
-            ((7, 13), False, (16, 16)),
-            ((80, 80), False, (96, 96)),  # wrong forward as well
-            ((80, 80), True, (96, 96)),
-            ((64, 64), True, (64, 64)),
-            ((64, 128), True, (128, 128)),
-            ((192, 128), True, (192, 128)),
-            ((160, 96), True, (192, 128)),
-            ((192, 192), True, (256, 256)),
-            ((128, 192), True, (256, 256)),
-            ((256, 256), True, (256, 256)),
-        ],
-    )
-    def test_next_verified_head_dim_of_a_list(self, asked, needs_grad, given):
-        spec = call(*asked, needs_grad=needs_grad)
-        assert support.head_dims(flash_attn_4.BACKEND, spec) == given
-        assert support.reasons(flash_attn_4.BACKEND, spec) == []
-
-    @pytest.mark.parametrize(
-        ("asked", "given"),
-        [((8, 8), (8, 8)), ((64, 64), (64, 64)), ((7, 61), (64, 64)), ((128, 65), (128, 128)), ((12, 20), (64, 64))],
-    )
-    def test_next_verified_head_dim_if_both_must_be_equal(self, asked, given):
-        assert support.head_dims(torch_flash.BACKEND, call(*asked, needs_grad=True)) == given
-
-    @pytest.mark.parametrize(
-        ("backend", "asked", "given"),
-        [
-            (token_tiled, (7, 13), (7, 13)),
-            (token_tiled, (64, 128), (64, 128)),
-            (token_tiled, (127, 3), (127, 3)),
-            (torch_efficient, (61, 7), (64, 8)),  # to its own step
-        ],
-    )
-    def test_head_dims_up_to_the_largest_verified(self, backend, asked, given):
+    @pytest.mark.parametrize(("backend", "asked", "forward", "both"), DIMS)
+    def test_next_verified_head_dims(self, backend, asked, forward, both):
         dtype = torch.float32 if backend is torch_efficient else torch.bfloat16
-        assert support.head_dims(backend.BACKEND, call(*asked, needs_grad=True, dtype=dtype)) == given
+        for needs_grad, dims in ((False, forward or both), (True, both)):
+            spec = call(*asked, needs_grad=needs_grad, dtype=dtype)
+            assert support.head_dims(backend.BACKEND, spec) == dims
+            assert support.reasons(backend.BACKEND, spec) == []
 
     def test_pairs_of_head_dims_decide_alone_and_with_gradients_apart(self):
         """No feature "value dim" is verified: FlashAttention-4 runs (192, 128), and not (64, 128)."""
-        spec = call(192, 128, needs_grad=True)
-        assert choose(spec, SIZE, "flash_attn_4").name == "flash_attn_4"
-        assert support.head_dims(flash_attn_4.BACKEND, spec) == (192, 128)
-        assert support.head_dims(flash_attn_4.BACKEND, call(64, 128, needs_grad=True)) == (128, 128)
+        assert choose(call(192, 128, needs_grad=True), SIZE, "flash_attn_4").name == "flash_attn_4"
         pairs = {"64": "both", "64/32": "forward", "32/64": "no"}
         table = VerifiedSupport("a GPU", {}, {"token_tiled": {"bfloat16": {"head dims": pairs, "features": BOTH}}})
 
@@ -215,35 +186,12 @@ class TestHeadDims:
         assert dims(64, 32, needs_grad=True) == dims(50, 30, needs_grad=True) == (64, 64)
         assert dims(30, 50, needs_grad=False) == (64, 64)  # no pair with wider values is right
 
-    @pytest.mark.parametrize(
-        ("backend", "spec", "widest_forward"),
-        [
-            (torch_flash, call(136), 256),
-            (token_tiled, call(129), 256),
-            (token_tiled, call(64, 200), 256),
-            (flash_attn_4, call(65, dtype=torch.float16), 64),
-            (torch_efficient, call(72, dtype=torch.float32), 64),
-        ],
-    )
-    def test_head_dim_above_all_verified_is_refused(self, backend, spec, widest_forward):
-        spec = dataclasses.replace(spec, needs_grad=True)
-        assert support.head_dims(backend.BACKEND, spec) is None
-        (message,) = (line for line in support.reasons(backend.BACKEND, spec) if "head dim" in line)
-        asked = str(spec.head_dim) if spec.head_dim == spec.value_dim else "64 with values of 200"
-        assert f"no head dim for {asked} is verified with gradients on an NVIDIA H199" in message
-        forward = dataclasses.replace(spec, needs_grad=False)
-        fits = max(spec.head_dim, spec.value_dim) <= widest_forward
-        assert (support.head_dims(backend.BACKEND, forward) is not None) == fits
-        assert any("head dim" in line for line in support.reasons(backend.BACKEND, forward)) != fits
-
-    def test_head_dims_by_documentation(self):
+    def test_by_documentation_and_on_a_cpu(self):
         with by_documentation():
             assert support.head_dims(flash_attn_4.BACKEND, call(80)) == (80, 80)
             assert support.head_dims(flash_attn_4.BACKEND, call(16, 24, needs_grad=True)) == (16, 24)
             assert support.head_dims(torch_flash.BACKEND, call(20)) == (24, 24)
             assert support.head_dims(torch_flash.BACKEND, call(257)) is None
-
-    def test_head_dims_on_a_cpu(self):
         assert support.head_dims(token_tiled.BACKEND, call(255, device=torch.device("cpu"))) == (255, 255)
 
 
@@ -264,16 +212,6 @@ class TestByDocumentation:
             assert not refused()
         assert refused()
         assert support.uses_results.get()
-
-    def test_context_ends_with_an_exception(self, verified):
-        with pytest.raises(KeyError), by_documentation():
-            raise KeyError("anything")
-        assert support.uses_results.get()
-        assert support.reasons(flash_attn_2.BACKEND, call())
-
-    def test_by_documentation_keeps_documented_limits(self, verified):
-        with by_documentation():
-            assert "got 264" in support.reasons(flash_attn_4.BACKEND, call(264))[0]
 
     def test_by_documentation_without_verified_support(self, not_verified):
         for backend in (flash_attn_2, flash_attn_4, torch_flash, torch_efficient, token_tiled):
@@ -302,11 +240,6 @@ class TestBasis:
         )
         with by_documentation():
             assert "as documented" in support.basis(CUDA)
-
-    def test_basis_on_a_cpu_is_empty(self):
-        spec = call(device=torch.device("cpu"), dtype=torch.float32)
-        assert support.basis(spec.device) == ""
-        assert "Support:" not in str(explain_spec(spec, SIZE))
 
 
 class TestTables:
@@ -381,15 +314,6 @@ def test_verified_gpu_has_a_kernel_for_every_plain_call(file, fake_gpu, monkeypa
             for options in ({}, {"is_causal": True}, {"num_kv_heads": 2}, {"is_causal": True, **CROSS}):
                 spec = call(head_dim, dtype=dtype, needs_grad=True, **options)
                 assert choose(spec, SIZE).backward is not None, explain_spec(spec, SIZE)
-
-
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize(("head_dim", "window"), [(256, (511, 0)), (512, (-1, -1))], ids=["sliding", "global"])
-def test_both_kinds_of_layers_of_gemma_4_run_on_fast_kernels(head_dim, window, needs_grad, fake_gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    spec = call(head_dim, num_heads=16, num_kv_heads=2, is_causal=True, window_size=window, needs_grad=needs_grad)
-    fast = ("token_tiled",) if head_dim == 512 else ("token_tiled", "flash_attn_4", "torch_flash")
-    assert explain_spec(spec, CallSize(30, 16_384, 4_000_000)).chosen in fast
 
 
 def test_every_feature_of_every_backend_is_known():

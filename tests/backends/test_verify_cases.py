@@ -74,48 +74,63 @@ def with_nan(x):
     return x
 
 
-class TestFaultyBackend:
-    def test_no_fault(self, fake):
-        fake()
-        assert run_case(case(), CPU).result == "both"
+def times(factor):
+    """The output, and ``scaled`` above."""
+    return lambda out, query, call: out * factor
 
-    @pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
-    @pytest.mark.parametrize("factor", [1.01, 0.0, -1.0, torch.nan])
-    def test_wrong_gradient(self, fake, which, factor):
-        fake(grads=scaled(which, factor))
-        found = run_case(case(), CPU)
-        assert found.result == "forward"
-        assert found.details.startswith("gradients off by ")
 
-    @pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
-    def test_nan_in_the_last_number_of_a_gradient(self, fake, which):
-        fake(grads=lambda *grads: (with_nan(g) if i == which else g for i, g in enumerate(grads)))
-        assert run_case(case(), CPU) == Finding(case(), "forward", "gradients off by inf of PyTorch's own error")
+def last_row(out, query, call):
+    out[call.layout.total - 1] = 0
+    return out
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_wrong_output(self, fake, dtype):
-        fake(out=lambda out, query, problem: out * 1.05)
-        found = run_case(case(dtype=dtype), CPU)
-        assert found.result == "no"
-        assert found.details.startswith("output off by ")
 
-    def test_wrong_row_of_the_output(self, fake):
-        def one_row(out, query, problem):
-            out[problem.layout.total - 1] = 0
-            return out
+def for_groups_only(dq, dk, dv):
+    return dq, dk if dk.shape[1] == dq.shape[1] else dk * 0.5, dv
 
-        fake(out=one_row)
-        assert run_case(case(), CPU).result == "no"
 
-    def test_nan_in_one_number_of_the_output(self, fake):
-        fake(out=lambda out, query, problem: with_nan(out))
-        assert run_case(case(), CPU) == Finding(case(), "no", "output off by inf of PyTorch's own error")
+OFF_BY_INF = "gradients off by inf of PyTorch's own error"
+# The fault, whether out or gradients have it, of which case, and what is found.
+FAULTS = {
+    "none": ({}, {}, "both", ""),
+    **{
+        f"{name} times {factor}": ({"grads": scaled(i, factor)}, {}, "forward", "gradients off by ")
+        for i, name in enumerate(("dq", "dk", "dv"))
+        for factor in (1.01, 0.0, -1.0, torch.nan)
+    },
+    **{
+        f"one NaN in {name}": (
+            {"grads": lambda *grads, i=i: (with_nan(g) if i == at else g for at, g in enumerate(grads))},
+            *({}, "forward", OFF_BY_INF),
+        )
+        for i, name in enumerate(("dq", "dk", "dv"))
+    },
+    "out": ({"out": times(1.05)}, {}, "no", "output off by "),
+    "out in bfloat16": ({"out": times(1.05)}, {"dtype": torch.bfloat16}, "no", "output off by "),
+    "the last row": ({"out": last_row}, {}, "no", "output off by "),
+    "one NaN": ({"out": lambda out, *_: with_nan(out)}, {}, "no", "output off by inf of PyTorch's own error"),
+    "grouped heads, without them": ({"grads": for_groups_only}, {}, "both", ""),
+    "grouped heads": ({"grads": for_groups_only}, {"which": "grouped heads", "kv_heads": 2}, "forward", "gradients"),
+    "rows past the end are read": ({"out": lambda out, query, _: out + 0 * query[-1, 0, 0]}, {}, "no", ""),
+    **{
+        f"gradient {i} of a relative bias": (
+            {"grads": lambda *given, i=i: [g * 1.1 if at == 3 + i else g for at, g in enumerate(given)]},
+            {"which": "relative bias", "options": verify_backends.FIELDS["relative bias"]["options"]},
+            *("forward", "gradients off by "),
+        )
+        for i in range(3)
+    },
+}
 
-    def test_gradient_wrong_for_grouped_heads_only(self, fake):
-        fake(grads=lambda dq, dk, dv: (dq, dk if dk.shape[1] == dq.shape[1] else dk * 0.5, dv))
-        assert run_case(case(), CPU).result == "both"
-        assert run_case(case("grouped heads", kv_heads=2), CPU).result == "forward"
 
+@pytest.mark.parametrize(("fault", "fields", "result", "details"), FAULTS.values(), ids=FAULTS)
+def test_faults(fake, fault, fields, result, details):
+    fake(**fault)
+    found = run_case(case(**fields), CPU)
+    assert found.result == result
+    assert found.details.startswith(details)
+
+
+class TestOtherFaults:
     @pytest.mark.parametrize("value", [1.0, torch.nan])
     def test_rows_past_the_end_are_written(self, fake, value):
         """On a backend whose rows past the end are not cleared afterwards."""
@@ -127,10 +142,6 @@ class TestFaultyBackend:
 
         fake(forward=forward, backward=None, traits={"differentiable"})
         assert run_case(case(), CPU) == Finding(case(), "no", "rows past the last offset are not 0")
-
-    def test_rows_past_the_end_are_read(self, fake):
-        fake(out=lambda out, query, problem: out + 0 * query[-1, 0, 0])
-        assert run_case(case(), CPU).result == "no"
 
     def test_not_deterministic(self, fake):
         times = itertools.count()
@@ -159,16 +170,6 @@ class TestFaultyBackend:
         found = run_case(case(feature, options=options), CPU)
         assert found.result == "no"
         assert found.details.startswith("output off by ")
-
-    @pytest.mark.parametrize("wrong", range(3))
-    def test_wrong_gradient_of_a_relative_bias(self, fake, wrong):
-        def grads(*given):
-            return [grad * 1.1 if at == 3 + wrong else grad for at, grad in enumerate(given)]
-
-        fake(grads=grads)
-        found = run_case(case("relative bias", options=verify_backends.FIELDS["relative bias"]["options"]), CPU)
-        assert found.result == "forward"
-        assert found.details.startswith("gradients off by ")
 
     @pytest.mark.parametrize(
         ("error", "details"),

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -131,64 +130,17 @@ class TestCheckCommand:
         assert lines[4].split() == ["float32", "features", "right:", "grouped", "heads"]
         assert len(lines) == 5
 
-    def test_check_jobs_is_the_number_of_processes(self, capsys, monkeypatch):
-        jobs_of = []
-
-        def run_here(cases, device, jobs, *more):
-            jobs_of.append(jobs)
-            return [Finding(case, "both", "…") for case in cases]
-
-        monkeypatch.setattr(check, "run_in_processes", run_here)
-        main(["--device", "cpu", "--backends", "cpu", "--jobs", "3"])
-        assert jobs_of == [3]
-        assert "right: 16" in capsys.readouterr().out.replace("  ", " ")
-
-    @pytest.mark.sweep
-    def test_check_in_processes_prints_the_same_results(self, capsys):
-        main(["--device", "cpu", "--backends", "cpu", "--jobs", "2"])
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[-1] for line in lines[3:]] == ["16", "heads"]
-
     def test_check_saves_to_a_file(self, tmp_path, capsys):
         file = tmp_path / "a" / "b" / "support.json"
         main(["--device", "cpu", "--backends", "cpu", "--which", "16", "--save", str(file)])
         assert json.loads(file.read_text())["results"] == {"cpu": {"float32": {"head dims": {"16": "both"}}}}
         assert f"saved in {file}" in capsys.readouterr().out
 
-    def test_check_prints_what_is_not_right(self, capsys, monkeypatch):
-        details = "gradients off by 9.0 of PyTorch's own error"
-        monkeypatch.setattr(check, "run_case", lambda case, device: Finding(case, "forward", details))
-        main(["--device", "cpu", "--backends", "cpu", "--which", "16"])
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[3].split() == ["float32", "head", "dims", "right", "without", "gradients:", "16"]
-        assert lines[4].strip() == f"float32, head dims 16 at 16/16: {details}"
-
     def test_check_save_without_a_file_needs_a_gpu(self, capsys):
         with pytest.raises(SystemExit) as exit:
             main(["--device", "cpu", "--backends", "cpu", "--save"])
         assert exit.value.code == 2
         assert "--save without a file is for a CUDA device" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("arguments", "details"),
-        [
-            (["--backends", "fastest"], "invalid choice: 'fastest'"),
-            (["--backends", "reference"], "reference can't be verified on cpu: the others are compared with it."),
-            (["--backends", "torch_flash"], "torch_flash can't be verified on cpu: "),
-            (["--which", "17"], "no case is left: pass --which some of ['16', "),
-            (["--jobs", "0"], "must be an integer ≥ 1, got '0'"),
-            (
-                ["--save", str(Path(__file__).parent)],
-                "must be a file in a directory, got ",
-            ),
-            (["--save", f"{__file__}/x.json"], "must be a file in a directory, got "),
-        ],
-    )
-    def test_invalid_check_arguments(self, arguments, details, capsys):
-        with pytest.raises(SystemExit) as exit:
-            main(["--device", "cpu", *arguments])
-        assert exit.value.code == 2
-        assert details in capsys.readouterr().err
 
 
 def end_process(case, device):
@@ -203,19 +155,3 @@ def test_kernel_that_ends_its_process_fails_one_case_only(monkeypatch):
     found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 2)
     results = {each.case.which: (each.result, each.details) for each in found}
     assert results == dict.fromkeys(names, ("both", "…")) | {"16": ("no", "it ended its process")}
-
-
-def break_device(case, device):
-    if hasattr(check, "broken"):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    if case.which == "16":
-        check.broken = True  # in this process
-    return Finding(case, "no" if case.which == "16" else "both", "…")
-
-
-def test_kernel_that_breaks_the_device_in_its_process_fails_one_case_only(monkeypatch):
-    monkeypatch.setattr(check, "run_case", break_device)
-    names = ["16", "24", "32"]
-    found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 1)  # all of them, after 16, at first
-    results = {each.case.which: each.result for each in found}
-    assert results == dict.fromkeys(names, "both") | {"16": "no"}

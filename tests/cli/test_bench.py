@@ -61,9 +61,6 @@ class TestBenchLengths:
         assert drawn == draw_lengths(f"{distribution}:17", 1700)
         assert (drawn == draw_lengths(f"{distribution}:17", 1700, seed=1)) is (distribution == "equal")
 
-    def test_equal_lengths_are_as_many_as_fit(self):
-        assert draw_lengths("equal:4", 10) == (4, 4)
-
     @pytest.mark.parametrize("text", ["", "5,", "5,-1", "5,x", "normal:9", "equal:0", "uniform:"])
     def test_invalid_lengths(self, text):
         with pytest.raises(ValueError, match="5,0,900,17"):
@@ -114,15 +111,6 @@ def test_padded_sdpa_computes_the_same(lengths, options, dtype):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--kv-heads", "2", "--options", "is_causal=True"], ["--backends", "cpu", "reference"]]
-)
-def test_bench_options(arguments, run):
-    status, out, _, notes = run(*arguments)
-    assert (status, notes) == (0, {})
-    assert "–" not in out
-
-
-@pytest.mark.parametrize(
     ("error", "note"),
     [
         (RuntimeError("no kernel | here\nand more"), "failed: no kernel | here"),
@@ -156,12 +144,6 @@ def test_bench_auto_without_a_backend_shows_every_reason(run):
     assert "reference: batch invariance is not supported" in notes["auto"][0]
 
 
-def test_bench_forward_only(run):
-    status, _, rows, _ = run("--forward-only")
-    assert status == 0
-    assert {len(cells) for cells in rows.values()} == {2}
-
-
 def inputs_of(*lengths, heads=1):
     return CaseInputs.random(Workload("ragged", "", lengths, heads, heads, 8), CPU, torch.float32)
 
@@ -169,29 +151,6 @@ def inputs_of(*lengths, heads=1):
 def test_bench_does_not_measure_too_much_padding():
     with pytest.raises(NotSupportedError, match="400000 padded tokens for 4099 real ones"):
         padded(inputs_of(4000, *[1] * 99, heads=8))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "five"], "such as 5,0,900,17"),
-        (["--lengths", "0,0"], "has no tokens"),
-        (["--heads", "4", "--kv-heads", "3"], "--kv-heads must divide the 4 heads, got 3"),
-        (["--heads", "0"], "must be an integer ≥ 1, got '0'"),
-        (["--options", "window_size=128"], "window_size must be (left, right)"),
-        (["--options", "softcap=-1"], "softcap must be 0 (off) or a positive number"),
-        (["--options", "softcap"], "softcap must be 0 (off) or a positive number"),
-        (["--options", "is_causal=yes"], "is_causal must be True or False"),
-        (["--options", "dropout_p=0.5"], "--options must be of is_causal"),
-        (["--backends", "fastest"], "invalid choice: 'fastest'"),
-        (["--device", "tpu"], "invalid choice: 'tpu'"),
-    ],
-)
-def test_invalid_bench_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["bench", *arguments])
-    assert exit.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -70,14 +70,6 @@ def test_invalid_arguments(arguments, details, capsys):
     assert details in capsys.readouterr().err
 
 
-def test_unknown_cases_are_refused(capsys):
-    from nt_attention.__main__ import main
-
-    with pytest.raises(SystemExit):
-        main(["check", "--device", "cpu", "--which", "64", "sideways"])
-    assert "'sideways' is not one of 16, 32, 64" in capsys.readouterr().err
-
-
 def test_it_says_if_nothing_was_compared(capsys):
     status, lines = check(capsys, "--backends", "cpu", "--which", "batch_invariant")
     assert status == 1

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nt_attention import SequenceLayout
-from nt_attention.__main__ import main
 from nt_attention.cli import timing, tune
 from nt_attention.cli.calls import CAUSAL, CaseInputs, NotSupportedError, Workload
 from nt_attention.kernels import cost_model, measurements
@@ -243,19 +242,6 @@ def test_file_of_another_gpu_is_not_changed(tmp_path):
         file.write_text(text)
         with pytest.raises(ValueError, match="can't be read: delete it"):
             tune.read_file(file, "NVIDIA H200")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "tune is for a GPU"),
-        (["--minutes", "two"], "invalid float value: 'two'"),
-    ],
-)
-def test_arguments_that_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["tune", "--device", "cpu", *arguments])
-    assert message in capsys.readouterr().err
 
 
 def test_counts_of_inputs_are_those_of_the_call():

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 from pools import FORMS, cpu_only, make
-from sweeps import covering, pairwise, sweep_except
+from sweeps import covering, sweep_except
 from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,19 +33,12 @@ MIXED = ([1, 3, 0, 20, 5, 2], [2 * CHUNK + 7, 3, 5, 33, 1, 0])
 SHORT = ([1, 3, 0, 2], [CHUNK + 7, 5, 3, 0])
 FEW_HEADS = {"heads": 2, "kv_heads": 1}  # Triton's interpreter is slow
 BATCHES = {"decode": DECODE, "mixed": MIXED}
-MASKS = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "upper-left": {"is_causal": True, "causal_alignment": "upper_left"},
-    "window": {"window_size": (70, 3)},
-    "causal-window": {"window_size": (100, -1), "is_causal": True},
-}
 
 
-@every_backend
-@pairwise({"which": BATCHES, "form": FORMS, "page": [1, 16, CHUNK], "mask": MASKS})
-def test_as_with_packed_keys(backend, which, form, page, mask):
-    make(*BATCHES[which], page=page, form=form).check(backend, **MASKS[mask])
+@covering({"form": FORMS, "page": [1, 16, CHUNK], "which": BATCHES})
+def test_forms_and_sizes_of_pages(which, form, page):
+    """Options and masks are rows of the attention table."""
+    make(*BATCHES[which], page=page, form=form).check("split_kv", window_size=(100, 0))
 
 
 @covering({"edge": [-1, 0, 1], "page": [3, 16]})
@@ -57,12 +50,8 @@ def test_lengths_at_the_edges_of_pages_and_chunks(page, edge):
 @covering(
     {
         "sizes": [
-            {"heads": 3, "kv_heads": 3},
-            {"heads": 6, "kv_heads": 2},
-            {"heads": 17, "kv_heads": 1},
             {"heads": 71, "kv_heads": 1},
             {"head_dim": 40, "value_dim": 24},
-            {"head_dim": 7, "value_dim": 33},
         ]
     }
 )
@@ -76,27 +65,6 @@ def test_window_that_begins_in_another_block_for_later_queries():
 
 def test_more_than_one_tile_of_queries():
     make([70, 1, 33], [290, 300, 33], heads=4, kv_heads=2).check("split_kv", is_causal=True)
-
-
-OPTIONS = {
-    "softcap": {"softcap": 1.3},
-    "negative-scale": {"scale": -0.3},
-    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
-    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.0, 0.4])},
-    "alibi-each": {"alibi_slopes": torch.linspace(0, 1, 24).view(6, 4), "is_causal": True},
-    "all": {"softcap": 1.3, "is_causal": True, "window_size": (90, 0), "sinks": torch.ones(4)},
-}
-
-
-@covering({"kind": OPTIONS, "backend": BACKENDS})
-def test_options(backend, kind):
-    options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in OPTIONS[kind].items()}
-    make(*MIXED).check(backend, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if GPU else [])], ids=str)
-def test_16_bits(dtype):
-    make(*MIXED, dtype=dtype).check("split_kv", 2e-2, is_causal=True)
 
 
 @pytest.mark.parametrize("which", sweep_except(BATCHES, "decode"))
@@ -413,37 +381,34 @@ class TestErrors:
         with pytest.raises(RuntimeError, match="keys in pools are for inference"):
             graph(case.query.requires_grad_(), case.layout.cu_seqlens).sum().backward()
 
-    def test_relative_bias(self):
-        case = make([1, 2], [5, 7])
-        relative = nta.RelativeBias(torch.zeros(3, dtype=torch.int64), torch.randn(4, 5))
-        with pytest.raises(ValueError, match="relative biases are not supported with a PagedLayout"):
-            case.solve("reference", relative=relative)
-
-    def test_other_numbers_of_sequences(self):
-        case = make([1, 2], [5, 7])
+    @pytest.mark.parametrize(
+        ("changes", "error", "words"),
+        [
+            ({"relative": True}, ValueError, "relative biases are not supported with a PagedLayout"),
+            ({"paged": 3}, ValueError, "layout has 2 sequences and key_layout 3"),
+            *[
+                ({"key": shape, "value": shape}, ValueError, "key must be a pool")
+                for shape in ((4, 8, 2, 16), (5, 2), (2, 2, 16, 2, 16))
+            ],
+            ({"key": (4, 16, 2, 16), "value": (3, 16, 2, 16)}, ValueError, "key and value must have the same rows"),
+            ({"form": "slots", "key": (4, 16, 2, 16), "value": (4, 16, 2, 16)}, ValueError, r"\(N, G, D\) for slots"),
+            ({"nested": True}, TypeError, "query is nested, key is a plain tensor"),
+        ],
+        ids=str,
+    )
+    def test_refused_calls(self, changes, error, words):
+        case = make([1, 2], [5, 7], form=changes.get("form", "table"))
         case.solve("reference")
-        case.paged = make([1, 2, 1], [5, 7, 1]).paged
-        with pytest.raises(ValueError, match="layout has 2 sequences and key_layout 3"):
-            case.solve("reference")
-
-    @pytest.mark.parametrize("shape", [(4, 8, 2, 16), (5, 2), (2, 2, 16, 2, 16)], ids=str)
-    def test_pools_of_a_wrong_shape(self, shape):
-        case = make([1, 2], [5, 7])
-        pool = torch.randn(shape, device=DEVICE)
-        with pytest.raises(ValueError, match=r"key must be a pool"):
-            nta.varlen_attention(case.query, pool, pool, case.layout, case.paged)
-
-    def test_slots_need_rows(self):
-        case = make([1, 2], [5, 7], form="slots")
-        pool = torch.randn(4, 16, 2, 16, device=DEVICE)
-        with pytest.raises(ValueError, match=r"\(N, G, D\) for slots"):
-            nta.varlen_attention(case.query, pool, pool, case.layout, case.paged)
-
-    def test_pools_of_other_rows(self):
-        case = make([1, 2], [5, 7])
-        key, value = case.pools
-        with pytest.raises(ValueError, match="key and value must have the same rows"):
-            nta.varlen_attention(case.query, key, value[1:], case.layout, case.paged)
+        key, value = (
+            torch.randn(changes[name], device=DEVICE) if name in changes else pool
+            for name, pool in zip(("key", "value"), case.pools, strict=True)
+        )
+        paged = make([1, 2, 1], [5, 7, 1]).paged if "paged" in changes else case.paged
+        bias = nta.RelativeBias(torch.zeros(3, dtype=torch.int64), torch.randn(4, 5)) if "relative" in changes else None
+        query = case.layout.to_nested(case.query) if "nested" in changes else case.query
+        layout = None if "nested" in changes else case.layout
+        with pytest.raises(error, match=words):
+            nta.varlen_attention(query, key, value, layout, paged, relative=bias)
 
     def test_pool_that_is_not_contiguous_in_the_head_dim(self):
         case = make([1, 2], [5, 7])
@@ -457,12 +422,6 @@ class TestErrors:
         case = make([1, 2], [5, 7], head_dim=1)
         case.pools = tuple(x.as_strided(x.shape, (*x.stride()[:-1], 7)) for x in case.pools)
         case.check("split_kv")
-
-    def test_nested_queries(self):
-        case = make([1, 2], [5, 7])
-        query = case.layout.to_nested(case.query)
-        with pytest.raises(TypeError, match="query is nested, key is a plain tensor"):
-            nta.varlen_attention(query, *case.pools, key_layout=case.paged)
 
     def test_backends_that_do_not_support_pools(self):
         case = make([1, 2], [5, 7])
@@ -481,16 +440,6 @@ class TestErrors:
 class TestPackedKeys:
     """`split_kv` takes packed keys too."""
 
-    @covering({"which": BATCHES, "mask": MASKS})
-    def test_as_the_reference(self, which, mask):
-        case = make(*BATCHES[which])
-        got = nta.varlen_attention(
-            case.query, case.keys, case.values, case.layout, case.key_layout, backend="split_kv", return_lse=True,
-            **MASKS[mask],
-        )  # fmt: skip
-        for one, two in zip(got, case.exact(**MASKS[mask]), strict=True):
-            torch.testing.assert_close(one.double(), two, rtol=1e-5, atol=1e-5)
-
     def test_bounds(self):
         case = make(*MIXED)
         layout = BoundedLayout(case.layout.cu_seqlens.clone(), 40, len(case.query))
@@ -501,14 +450,6 @@ class TestPackedKeys:
         key_layout = BoundedLayout(case.key_layout.cu_seqlens.clone(), 50, len(case.keys))  # one is longer
         got = nta.varlen_attention(*given[:4], key_layout, backend="split_kv", is_causal=True)
         assert got.isnan().all()
-
-    def test_compiled(self, fresh_compiler):
-        case = make(*SHORT)
-        given = (case.query, case.keys, case.values, case.layout, case.key_layout)
-        attend = torch.compile(nta.varlen_attention, backend="aot_eager", fullgraph=True)
-        with torch.no_grad():
-            got = attend(*given, backend="split_kv")
-        torch.testing.assert_close(got, nta.varlen_attention(*given, backend="split_kv"))
 
 
 def test_autocast_casts_the_query_only():
@@ -586,43 +527,23 @@ class PoolsAreNotRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_offsets_of_rows_exceed_32_bits():
-    """The memory between the pages is never touched."""
-    rows, page = 5, 1
+@pytest.mark.parametrize("apart", ["pages", "rows"])
+def test_offsets_exceed_32_bits(apart):
+    """Of pages, or of rows in a page that is longer than a block of keys. Memory between them is never touched."""
+    page, stride, pages = (1, 2**29, 5) if apart == "pages" else (96, 33_000_000, 1)
     try:
-        memory = torch.empty(2**31 + 2**20, dtype=torch.float16, device=DEVICE)
+        memory = torch.empty(max(page, pages) * stride + 16, dtype=torch.float16, device=DEVICE)
     except RuntimeError:
         pytest.skip("there is no memory")
-    pool = memory.as_strided((rows, page, 1, 16), (2**29, 16, 16, 1))
-    pool.copy_(torch.randn(rows, page, 1, 16))
-    paged = nta.PagedLayout(torch.tensor([[4, 0, 3, 1]], device=DEVICE), torch.tensor([4], device=DEVICE), page)
-    layout = nta.SequenceLayout.from_lengths([1], device=DEVICE)
-    query = torch.randn(1, 1, 16, device=DEVICE).half()
+    pool = memory.as_strided((pages, page, 1, 16), (stride if page == 1 else page * stride, stride, 16, 1))
+    pool.copy_(torch.randn(pages, page, 1, 16))
+    table = torch.tensor([[4, 0, 3, 1]] if page == 1 else [[0]], device=DEVICE)
+    length = table.shape[1] * page
+    paged = nta.PagedLayout(table, torch.tensor([length], device=DEVICE), page)
+    layout, key_layout = (nta.SequenceLayout.from_lengths([n], device=DEVICE) for n in (1, length))
+    query, keys = torch.randn(1, 1, 16, device=DEVICE).half(), pool[table[0]].flatten(0, 1)
     out = nta.varlen_attention(query, pool, pool, layout, paged, backend="split_kv")
-    keys = pool[[4, 0, 3, 1]].flatten(0, 1)
-    want = nta.varlen_attention(
-        query, keys, keys, layout, nta.SequenceLayout.from_lengths([4], device=DEVICE), backend="reference"
-    )
-    torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
-
-
-def test_offsets_in_a_page_exceed_32_bits():
-    """The page is longer than a block of keys, and not a multiple of it."""
-    page, stride = 96, 33_000_000
-    assert 64 * stride < 2**31 < page * stride
-    try:
-        memory = torch.empty(page * stride, dtype=torch.float16, device=DEVICE)
-    except RuntimeError:
-        pytest.skip("there is no memory")
-    pool = memory.as_strided((1, page, 1, 16), (page * stride, stride, 16, 1))
-    pool.copy_(torch.randn(1, page, 1, 16))
-    table, lengths = torch.tensor([[0]], device=DEVICE), torch.tensor([page], device=DEVICE)
-    paged = nta.PagedLayout(table, lengths, page)
-    layout = nta.SequenceLayout.from_lengths([1], device=DEVICE)
-    query = torch.randn(1, 1, 16, device=DEVICE).half()
-    out = nta.varlen_attention(query, pool, pool, layout, paged, backend="split_kv")
-    key_layout = nta.SequenceLayout.from_lengths([page], device=DEVICE)
-    want = nta.varlen_attention(query, pool[0], pool[0], layout, key_layout, backend="reference")
+    want = nta.varlen_attention(query, keys, keys, layout, key_layout, backend="reference")
     torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
 
 

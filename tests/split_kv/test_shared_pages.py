@@ -92,37 +92,26 @@ def test_pages_and_masks(page, form, mask, queries, bundles):
     assert int(bundles[0].keys.lengths[0]) == 128 // page * page
 
 
-OPTIONS = {
-    "softcap": {"softcap": 1.3},
-    "negative-scale": {"scale": -0.3},
-    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
-    "window of all keys": {"window_size": (500, 0)},
-    "all": {"softcap": 1.3, "is_causal": True, "sinks": torch.ones(4)},
+CALLS = {
+    "softcap": ({}, {"softcap": 1.3}),
+    "negative scale": ({}, {"scale": -0.3}),
+    "sinks": ({}, {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0], device=DEVICE)}),
+    "window of all keys": ({}, {"window_size": (500, 0)}),
+    "all": ({}, {"softcap": 1.3, "is_causal": True, "sinks": torch.ones(4, device=DEVICE)}),
+    "a key head for each head": ({"heads": 3, "kv_heads": 3}, {}),
+    "17 heads": ({"heads": 17, "kv_heads": 1}, {}),  # not shared: a sequence has more rows than a small tile
+    "16 heads": ({"heads": 16, "kv_heads": 1}, {}),
+    "head dims": ({"head_dim": 40, "value_dim": 24}, {"is_causal": True}),
+    "float16": ({"dtype": torch.float16}, {"is_causal": True}),
 }
 
 
-@pytest.mark.parametrize("which", OPTIONS)
-def test_options(which, bundles):
-    options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in OPTIONS[which].items()}
-    batch("a bundle of two prompts", 2).check("split_kv", **options)
-    assert bundles
-
-
-@covering(
-    {
-        "sizes": [
-            {"heads": 3, "kv_heads": 3},
-            {"heads": 17, "kv_heads": 1},  # not shared: a sequence has more rows than a small tile
-            {"heads": 16, "kv_heads": 1},
-            {"head_dim": 40, "value_dim": 24},
-            {"dtype": torch.float16},
-        ]
-    }
-)
-def test_heads_and_dtypes(sizes, bundles):
-    tolerance = 2e-2 if "dtype" in sizes else 1e-5
-    batch("one prompt", **sizes).check("split_kv", tolerance, is_causal=True)
-    assert len(bundles) == (sizes.get("heads") != 17)
+@pytest.mark.parametrize("which", CALLS)
+def test_options_heads_and_dtypes(which, bundles):
+    sizes, options = CALLS[which]
+    queries = 1 if sizes else 2
+    batch("a bundle of two prompts", queries, **sizes).check("split_kv", 2e-2 if "dtype" in sizes else 1e-5, **options)
+    assert len(bundles) == (which != "17 heads")
 
 
 NOT_SHARED = {

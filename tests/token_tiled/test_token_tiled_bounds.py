@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 from oracle import assert_same
-from sweeps import covering, pairwise
-from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS, TOLERANCE, bits, exact, random_inputs
+from sweeps import covering
+from token_tiled_cases import DEVICE, IGNORED_WARNINGS, TOLERANCE, bits, exact, random_inputs
 
 import nt_attention as nta
 from nt_attention.kernels import bounds
@@ -107,109 +107,20 @@ MASKS = {
     "causal-window": {"window_size": (5, -1), "is_causal": True},
     "own-position": {"window_size": (0, 0)},
 }
-UPPER_LEFT = {
-    "causal-upper_left": {"is_causal": True, "causal_alignment": "upper_left"},
-    "window-upper_left": {"window_size": (7, 3), "causal_alignment": "upper_left"},
-}
-ANY_MASK = MASKS | UPPER_LEFT
 
 
 @exact
-@pairwise({"which": LENGTHS, "bound": BOUNDS, "mask": MASKS, "dtype": [INT32, INT64]})
-def test_self_attention_as_with_known_lengths(which, bound, mask, dtype):
-    check(LENGTHS[which], None, BOUNDS[bound], dtype=dtype, **MASKS[mask])
-
-
-@exact
-@pairwise({"which": LENGTHS, "bound": BOUNDS, "mask": ANY_MASK})
-def test_cross_attention_as_with_known_lengths(which, bound, mask):
-    check(LENGTHS[which], KEY_LENGTHS[which], BOUNDS[bound], **ANY_MASK[mask])
-
-
-@exact
-@pairwise({"which": ["mixed", "many", "mostly-empty"], "side": ["queries", "keys"], "mask": ANY_MASK})
-def test_one_side_knows_its_lengths(which, side, mask):
-    lengths, key_lengths = LENGTHS[which], KEY_LENGTHS[which]
-    sides = (bounded(lengths), known(key_lengths)) if side == "queries" else (known(lengths), bounded(key_lengths))
-    assert_as_known(*sides, lengths, key_lengths, **ANY_MASK[mask])
-
-
-@exact
-def test_each_side_has_bounds_of_its_own():
+def test_bounds_of_each_side_and_of_one_side():
+    """Sequences share no tiles, or all do. Results with other options are in the attention table."""
     lengths, key_lengths = LENGTHS["mixed"], KEY_LENGTHS["mixed"]
-    layout, key_layout = bounded(lengths, lambda n: n), bounded(key_lengths, lambda n: 3 * n)
-    assert_as_known(layout, key_layout, lengths, key_lengths, is_causal=True)
-    short = [n % 9 for n in lengths]  # all sequences share tiles
-    layout, key_layout = bounded(short, lambda n: n), bounded(short[::-1], lambda n: n + 20)
-    assert_as_known(layout, key_layout, short, short[::-1], is_causal=True)
-
-
-@exact
-@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if GPU else [])], ids=str)
-@pytest.mark.parametrize("which", ["mixed", "many"])
-def test_16_bits(which, dtype):
-    check(LENGTHS[which], KEY_LENGTHS[which], more={"dtype": dtype}, is_causal=True)
-
-
-def random_options(which, heads, kind):
-    """Options of a call with the lengths `which`."""
-    batch, rows, keys = len(LENGTHS[which]), sum(LENGTHS[which]) + 7, sum(KEY_LENGTHS[which]) + 7
-    biases = {"buckets": torch.randint(5, (15,)), "bias": torch.randn(heads, 5)}
-    biases |= {"query_bias": torch.randn(rows, heads, 5), "key_bias": torch.randn(keys, heads, 5)}
-    biases = {name: x.to(DEVICE) for name, x in biases.items()}
-    slopes, sinks = torch.rand(batch, heads, device=DEVICE), torch.randn(heads, device=DEVICE)
-    return {
-        "softcap": {"softcap": 1.3},
-        "negative-scale": {"scale": -0.3},
-        "alibi": {"alibi_slopes": slopes[0]},
-        "alibi-each": {"alibi_slopes": slopes, "is_causal": True},
-        "sinks": {"sinks": sinks},
-        "relative": {"biases": biases},
-        "relative-deterministic": {"biases": biases, "deterministic": True, "window_size": (9, 4)},
-        "relative-invariant": {"biases": biases, "batch_invariant": True},
-        "bias": {"biases": {name: biases[name] for name in ("buckets", "bias")}, "sinks": sinks},
-        "all": {"biases": biases, "softcap": 1.3, "alibi_slopes": slopes, "sinks": sinks, "is_causal": True},
-    }[kind]
-
-
-KINDS = ["softcap", "negative-scale", "alibi", "alibi-each", "sinks", "relative", "relative-deterministic"]
-KINDS += ["relative-invariant", "bias", "all"]
-
-
-@exact
-@covering({"kind": KINDS, "which": ["mixed", "mostly-empty"]})
-def test_options_of_cross_attention(kind, which):
-    bound = BOUNDS["larger"]  # of which `random_options` knows
-    options = random_options(which, 4, kind)
-    check(LENGTHS[which], KEY_LENGTHS[which], bound, {"heads": 4, "kv_heads": 2}, **options)
-
-
-@exact
-@covering({"which": ["mixed", "many"], "names": [("bias",), ("bias", "query_bias", "key_bias")]})
-def test_relative_bias_of_self_attention(which, names):
-    rows = sum(LENGTHS[which]) + 7
-    biases = {"buckets": torch.randint(5, (15,)), "bias": torch.randn(2, 5)}
-    biases |= {name: torch.randn(rows, 2, 5) for name in ("query_bias", "key_bias")}
-    biases = {name: x.to(DEVICE) for name, x in biases.items() if name in ("buckets", *names)}
-    check(LENGTHS[which], biases=biases, is_causal=True)
-
-
-@exact
-@pairwise(
-    {
-        "more": [
-            {"head_dim": 40},
-            {"head_dim": 16, "value_dim": 40},
-            {"head_dim": 40, "value_dim": 7},
-            {"heads": 8, "kv_heads": 2},
-            {"heads": 6, "kv_heads": 1, "head_dim": 5},
-        ],
-        "which": ["mixed", "many"],
-        "invariant": [False, True],
-    }
-)
-def test_heads_and_head_dims(more, which, invariant):
-    check(LENGTHS[which], KEY_LENGTHS[which], more=more, is_causal=True, batch_invariant=invariant)
+    short = [n % 9 for n in lengths]
+    for queries, keys, sides in (
+        (lengths, key_lengths, (bounded(lengths, lambda n: n), bounded(key_lengths, lambda n: 3 * n, INT64))),
+        (short, short[::-1], (bounded(short, lambda n: n), bounded(short[::-1], lambda n: n + 20))),
+        (lengths, key_lengths, (bounded(lengths), known(key_lengths))),
+        (lengths, key_lengths, (known(lengths), bounded(key_lengths))),
+    ):
+        assert_as_known(*sides, queries, keys, is_causal=True, causal_alignment="upper_left")
 
 
 @exact
@@ -256,47 +167,6 @@ def test_batch_invariant_sequence_gives_the_same_bits_alone(mask, alone_kind):
             assert torch.equal(one, two), (name, len(q))
 
 
-@exact
-@pairwise(
-    {
-        "garbage": [torch.nan, torch.inf, 3e38, -1e9],
-        "which": ["mixed", "many", "long"],
-        "options": [{}, {"batch_invariant": True}, {"softcap": 1.3}],
-    }
-)
-def test_rows_past_the_last_offset_are_not_used(garbage, which, options):
-    """Nor are their gradients, and theirs are 0."""
-    lengths = LENGTHS[which]
-    layout, end = bounded(lengths, BOUNDS["twice"]), sum(lengths)
-    tensors, grads = tensors_of(layout)
-    want = solve(tensors, grads, layout, backend="token_tiled", is_causal=True, **options)
-    for x in (*tensors, *grads):
-        x[end:] = garbage
-    got = solve(tensors, grads, layout, backend="token_tiled", is_causal=True, **options)
-    for name, x in got.items():
-        assert torch.equal(x, want[name]), name
-        assert (x[end:] == (-torch.inf if name == "lse" else 0)).all(), name
-        assert x[:end].isfinite().all(), name
-
-
-@exact
-@pytest.mark.parametrize("which", ["mixed", "many"])
-def test_biases_past_the_last_offset_are_not_used(which):
-    lengths, end = LENGTHS[which], sum(LENGTHS[which])
-    layout = bounded(lengths)
-    tensors, grads = tensors_of(layout)
-    biases = {"query_bias": torch.randn(len(tensors[0]), 2, 5), "key_bias": torch.randn(len(tensors[0]), 2, 5)}
-    biases = {"buckets": torch.randint(5, (15,)), "bias": torch.randn(2, 5), **biases}
-    biases = {name: x.to(DEVICE) for name, x in biases.items()}
-    options = {"backend": "token_tiled", "deterministic": True}
-    want = solve(tensors, grads, layout, biases=biases, **options)
-    for x in (*tensors, *grads, biases["query_bias"], biases["key_bias"]):
-        x[end:] = torch.nan
-    got = solve(tensors, grads, layout, biases=biases, **options)
-    for name, x in got.items():
-        assert torch.equal(x, want[name]), name
-
-
 INVALID = {
     "decreasing": [0, 5, 3, 9],
     "ends-below-0": [0, 5, -4],
@@ -311,48 +181,33 @@ INVALID = {
 }
 
 
+FORMS = ("fused", "fixed", "aligned", "queries", "keys", "sinks", "alibi", "relative", "bias")
+
+
 @exact
-@covering({"which": INVALID, "form": ["fused", "fixed", "aligned"]})
+@covering({"which": INVALID, "form": FORMS})
 def test_invalid_offsets_give_nan(which, form):
+    """Of both sides or of one, in each form of tiles, and with options."""
     given = torch.tensor(INVALID[which], dtype=INT64 if max(INVALID[which]) >= 2**31 else INT32, device=DEVICE)
-    layout = BoundedLayout(given, 12, 20)
-    options = {"batch_invariant": True} if form == "aligned" else {}
-    # long keys keep sequences from sharing tiles
-    key_layout = known([70] * layout.batch_size) if form == "fixed" else None
-    tensors = [torch.randn(x.total, 2, 16, device=DEVICE) for x in (layout, *[key_layout or layout] * 2)]
-    grads = torch.randn(20, 2, 16, device=DEVICE), torch.randn(20, 2, device=DEVICE)
-    found = solve(tensors, grads, layout, key_layout, backend="token_tiled", is_causal=True, **options)
-    for name, x in found.items():
-        assert x.isnan().all(), name
-
-
-@exact
-@pytest.mark.parametrize("side", ["queries", "keys"])
-def test_invalid_offsets_of_one_side_give_nan(side):
-    bad = BoundedLayout(torch.tensor([0, 5, 3], dtype=INT32, device=DEVICE), 12, 20)
-    good = bounded([5, 7], lambda n: n)
-    sides = (bad, good) if side == "queries" else (good, bad)
-    tensors = [torch.randn(x.total, 2, 16, device=DEVICE) for x in (sides[0], sides[1], sides[1])]
-    grads = torch.randn(sides[0].total, 2, 16, device=DEVICE), torch.randn(sides[0].total, 2, device=DEVICE)
-    for name, x in solve(tensors, grads, *sides, backend="token_tiled").items():
-        assert x.isnan().all(), name
-
-
-@exact
-@pytest.mark.parametrize("kind", ["sinks", "alibi-each", "relative", "bias"])
-@pytest.mark.parametrize("given", ["decreasing", "more-than-max_tokens"])
-def test_invalid_offsets_give_nan_with_options(given, kind):
-    given = torch.tensor(INVALID[given], dtype=INT32, device=DEVICE)
-    layout = BoundedLayout(given, 12, 20)
-    tensors = [torch.randn(20, 2, 16, device=DEVICE) for _ in range(3)]
-    grads = torch.randn(20, 2, 16, device=DEVICE), torch.randn(20, 2, device=DEVICE)
+    layout = bad = BoundedLayout(given, 12, 20)
+    batch, key_layout = layout.batch_size, None
+    if form in ("fixed", "queries", "keys"):  # long keys keep sequences from sharing tiles
+        good = known([70] * batch) if form == "fixed" else bounded([5] * batch, lambda n: n)
+        layout, key_layout = (good, bad) if form == "keys" else (bad, good)
+    rows = key_layout or layout
+    tensors = [torch.randn(x.total, 2, 16, device=DEVICE) for x in (layout, rows, rows)]
+    grads = torch.randn(layout.total, 2, 16, device=DEVICE), torch.randn(layout.total, 2, device=DEVICE)
     biases = {"buckets": torch.randint(5, (15,)), "bias": torch.randn(2, 5)}
-    biases |= {} if kind == "bias" else {name: torch.randn(20, 2, 5) for name in ("query_bias", "key_bias")}
+    biases |= {name: torch.randn(20, 2, 5) for name in ("query_bias", "key_bias") if form == "relative"}
+    of_biases = {"biases": {name: x.to(DEVICE) for name, x in biases.items()}}
     options = {
-        "sinks": {"sinks": torch.randn(2).to(DEVICE)},
-        "alibi-each": {"alibi_slopes": torch.rand(layout.batch_size, 2).to(DEVICE)},
-    }.get(kind, {"biases": {name: x.to(DEVICE) for name, x in biases.items()}})
-    for name, x in solve(tensors, grads, layout, backend="token_tiled", **options).items():
+        "aligned": {"batch_invariant": True, "is_causal": True},
+        "sinks": {"sinks": torch.randn(2, device=DEVICE)},
+        "alibi": {"alibi_slopes": torch.rand(batch, 2, device=DEVICE)},
+        "relative": of_biases,
+        "bias": of_biases,
+    }.get(form, {"is_causal": True})
+    for name, x in solve(tensors, grads, layout, key_layout, backend="token_tiled", **options).items():
         assert x.isnan().all(), name
 
 
@@ -525,37 +380,6 @@ class TestOnAGpu:
         assert type(layout) is BoundedLayout
         assert (layout.total, layout.max_seqlen, layout.device) == (self.MAX_TOKENS, self.MAX_SEQLEN, given.device)
         assert nta.SequenceLayout.from_offsets(layout.operator_offsets) is layout
-
-    @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_size": (100, 7)}], ids=str)
-    @pytest.mark.parametrize("lengths", STEPS, ids=str)
-    def test_16_bits_as_with_known_lengths(self, backend, options, lengths):
-        static = self.inputs()
-        got = self.both(self.layout(offsets_of(lengths)), static, backend=backend, **options)
-        self.assert_as_known(got, lengths, static, backend=backend, **options)
-
-    @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
-    def test_cross_attention_as_with_known_lengths(self, backend, options):
-        lengths, key_lengths = self.STEPS[0], [131, 0, 7, 300, 18, 1, 100]
-        static = self.inputs()
-        sides = [self.layout(offsets_of(x)) for x in (lengths, key_lengths)]
-        got = self.both(sides[0], static, sides[1], backend=backend, **options)
-        want = self.both(known(lengths), static, known(key_lengths), backend=backend, **options)
-        for one, two in zip(got, want, strict=True):
-            torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
-
-    @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 3e38])
-    def test_rows_past_the_last_offset_are_not_used(self, backend, garbage):
-        lengths, static = self.STEPS[0], self.inputs()
-        layout = self.layout(offsets_of(lengths))
-        for x in static:
-            x[sum(lengths) :] = garbage
-        got = self.both(layout, static, backend=backend, is_causal=True)
-        for x in static:
-            x[sum(lengths) :] = 0
-        self.assert_as_known(got, lengths, static, backend=backend, is_causal=True)
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("given", [[0, 5, 3, 9], [0, 301, 310, 320], [0, 300, 600, 641], [1, 5, 9, 12]], ids=str)
