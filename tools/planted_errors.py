@@ -81,8 +81,8 @@ ERRORS = [
     Error(
         "a bound below the longest sequence is accepted",
         "layouts/known.py",
-        "max_seqlen < facts.max_seqlen",
-        "max_seqlen < facts.min_seqlen",
+        "max_seqlen < self._longest",
+        "max_seqlen < self.min_seqlen",
         "layout/test_layout_errors.py layout/test_layout_constructors.py",
     ),
     Error(
@@ -95,7 +95,7 @@ ERRORS = [
     Error(
         "layouts with other keys share a cache entry",
         "layouts/known.py",
-        "find_or_build(key, build, other._facts.cache)",
+        "find_or_build(key, build, other._cache)",
         "find_or_build(key, build)",
         "attention/test_attention_errors.py",
     ),
@@ -110,8 +110,8 @@ ERRORS = [
     Error(
         "the shortest length of a NestedTensor is the longest",
         "layouts/nested.py",
-        "(values, offsets, None, 1, facts.min_seqlen, max_seqlen)",
-        "(values, offsets, None, 1, max_seqlen, max_seqlen)",
+        "(values, offsets, None, 1, layout.min_seqlen, layout.max_seqlen)",
+        "(values, offsets, None, 1, layout.max_seqlen, layout.max_seqlen)",
         "nested/test_nested_tensor_forms.py",
     ),
     Error(

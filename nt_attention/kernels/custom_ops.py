@@ -22,6 +22,7 @@ from ..layouts.bounded import BoundedLayout
 from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
 from ..layouts.protocol import Layout
+from ..layouts.reading import owner_of, tensor_of
 from ..operators import LIBRARY, define
 from . import adapters, paged, registry
 from .adapters import Tensors
@@ -90,10 +91,12 @@ def call_of(arguments: Any) -> Call:
     return _paged_call(arguments) if arguments.table is not None else _cached_call(arguments, (), lambda call: None)[0]
 
 
-def _cached_call(arguments: Any, key: tuple[Any, ...], more: Callable[[Call], _T]) -> tuple[Call, _T]:
+def _cached_call(
+    arguments: Any, key: tuple[Any, ...], more: Callable[[Call], _T], layouts: tuple[Layout, Layout] | None = None
+) -> tuple[Call, _T]:
     """The call, and `more(call)`, which depends on the spec, the layouts and `key`. It is cached with the layouts."""
     query, k, value, slopes = arguments.query, arguments.key, arguments.value, arguments.alibi_slopes
-    layout, key_layout = _layouts(arguments)
+    layout, key_layout = _layouts(arguments) if layouts is None else layouts
     relative = None if arguments.buckets is None else RelativeBias(arguments.buckets, *arguments[_BIASES])
     if relative is not None:
         check_type(relative)
@@ -162,7 +165,8 @@ def _paged_call(arguments: Any) -> Call:
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results in `_RESULTS`.
 
-    `selected` (1,) int64, on the CPU, holds the number of the backend, so that the backward runs on the same one. With
+    `selected` () int64, on the CPU, is the number of the backend, so that the backward runs on the same one. Its storage
+    has the layouts, which the caller may free before the backward. With
     bounds it is empty, because a CUDA graph has no tensors on the CPU. The backward then selects by the same arguments.
     """
     arguments = Arguments(*given)
@@ -173,16 +177,15 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         out, lse = paged.forward(select_in_operator(call, arguments.backend).backend, query, key, value, call)
         return out, lse, empty, empty.clone()
 
-    def select(call: Call) -> tuple[Choice, Tensor]:
-        choice = select_in_operator(call, arguments.backend)
-        if arguments.bounds:
-            return choice, empty
-        return choice, torch.tensor([registry.number_of(choice.backend)], device="cpu")
-
     key_of_choice = ("forward", *selection_key(arguments.backend))
-    call, ((backend, dims, direct), selected) = _cached_call(arguments, key_of_choice, select)
+    call, (backend, dims, direct) = _cached_call(
+        arguments, key_of_choice, lambda call: select_in_operator(call, arguments.backend)
+    )
     out, lse, state = adapters.forward(backend, inputs, call._replace(head_dims=dims, is_direct=direct))
-    return out, lse, empty if state is None else state.to(out.device), selected.clone()
+    selected = empty.clone()
+    if not arguments.bounds:
+        selected = tensor_of((call.layout, call.key_layout), torch.device("cpu"), registry.number_of(backend))
+    return out, lse, empty if state is None else state.to(out.device), selected
 
 
 def _backward(*given: Any) -> _Gradients:
@@ -194,7 +197,8 @@ def _backward(*given: Any) -> _Gradients:
     else:
         number = int(selected)
         since = ("backward", number, registry.state.version)
-        call, choice = _cached_call(arguments, since, lambda call: select_again(call, number))
+        layouts = owner_of(selected)  # None if the tensor was copied
+        call, choice = _cached_call(arguments, since, lambda call: select_again(call, number), layouts)
     call = call._replace(head_dims=choice.head_dims, is_direct=choice.is_direct)
     query, key, value, *of_biases = adapters.backward(choice.backend, saved, inputs, call)
     return query, key, value, of_biases
@@ -220,7 +224,7 @@ def _fake_forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     is_packed = arguments.table is None
     state = query.new_empty(2 if arguments.dropout_p and is_packed else 0, dtype=torch.int64)
     if is_packed and not arguments.bounds:
-        return out, lse, state, torch.empty(1, dtype=torch.int64, device="cpu")
+        return out, lse, state, torch.empty((), dtype=torch.int64, device="cpu")
     return out, lse, state, query.new_empty(0, dtype=torch.int64)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..compiler import CapturedGraph, captured_graph, check_readable, is_replaye
 from ..torch_private import version_of
 from .protocol import Layout
 from .protocol import LengthsUnknownError as LengthsUnknownError
-from .reading import INT32_MAX, Cache, creating_cached_tensors, keep, kept, plain
+from .reading import INT32_MAX, Cache, cache_with, creating_cached_tensors, find_cached, plain
 
 _T = TypeVar("_T")
 _ALIAS = "layout with this alias"
@@ -74,7 +74,7 @@ class BoundedLayout(Layout):
         sum_of_squares: an upper bound.
     """
 
-    knows_lengths: ClassVar[bool] = False
+    knows_lengths = False
     min_seqlen = 0
 
     batch_size: int
@@ -103,7 +103,7 @@ class BoundedLayout(Layout):
         self._version = None if is_replayed(offsets) else _version(self._alias)
         self._caches: dict[CapturedGraph | None, Cache] = {}
         # models of transformers pass only offsets to their attention, which finds the layout by them
-        keep(self._alias, _ALIAS, lambda: weakref.ref(self), follows=True)
+        cache_with(self._alias, _ALIAS, lambda: weakref.ref(self), follows=True)
 
     @staticmethod
     def of(offsets: Tensor, max_seqlen: int, max_tokens: int) -> BoundedLayout:
@@ -113,12 +113,12 @@ class BoundedLayout(Layout):
         """
 
         key = ("bounds", max_seqlen, max_tokens)
-        return keep(offsets, key, lambda: BoundedLayout(offsets, max_seqlen, max_tokens), follows=True)
+        return cache_with(offsets, key, lambda: BoundedLayout(offsets, max_seqlen, max_tokens), follows=True)
 
     @staticmethod
     def with_offsets(offsets: Tensor) -> BoundedLayout | None:
         """The layout that has this tensor as `operator_offsets`, if the offsets were not changed since."""
-        reference = kept(offsets, _ALIAS)
+        reference = find_cached(offsets, _ALIAS)
         layout: BoundedLayout | None = None if reference is None else reference()
         return layout if layout is not None and layout.is_unchanged else None
 

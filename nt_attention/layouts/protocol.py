@@ -54,7 +54,7 @@ class Layout:
         has_holes: whether a row of that mask has padding between its tokens.
     """
 
-    knows_lengths: ClassVar[bool] = True
+    knows_lengths: bool = True
     total: int
     max_seqlen: int
     min_seqlen: int
@@ -187,7 +187,7 @@ class Layout:
 
     # What needs the lengths on the host.
 
-    def known(self, name: str) -> Any:
+    def with_lengths(self, name: str) -> Any:
         """The `SequenceLayout` of these sequences, for `name`, which needs the lengths.
 
         Raises:
@@ -200,41 +200,41 @@ class Layout:
     @property
     def host_offsets(self) -> Tensor:
         """(B+1,) int64, a copy of `offsets` on the CPU."""
-        tensor: Tensor = self.known("host_offsets").host_offsets
+        tensor: Tensor = self.with_lengths("host_offsets").host_offsets
         return tensor
 
     @property
     def host(self) -> Tensor:
         """The same for code of this package, which does not change it. It is not copied."""
-        tensor: Tensor = self.known("this call").host
+        tensor: Tensor = self.with_lengths("this call").host
         return tensor
 
     @property
     def reversed(self) -> Layout:
         """The layout of the same sequences in reverse order."""
-        layout: Layout = self.known("this call").reversed
+        layout: Layout = self.with_lengths("this call").reversed
         return layout
 
     def padded_right(self) -> Layout:
         """The same layout, which pads at the end of each row, to the longest length."""
-        layout: Layout = self.known("this call").padded_right()
+        layout: Layout = self.with_lengths("this call").padded_right()
         return layout
 
     def pack(self, padded: Tensor) -> Tensor:
         """Remove the padding from a batch; see `SequenceLayout.pack`."""
-        packed: Tensor = self.known("pack").pack(padded)
+        packed: Tensor = self.with_lengths("pack").pack(padded)
         return packed
 
     def pad(self, values: Tensor, value: float = 0.0) -> Tensor:
         """Convert packed tokens to a padded batch; see `SequenceLayout.pad`."""
-        padded: Tensor = self.known("pad").pad(values, value)
+        padded: Tensor = self.with_lengths("pad").pad(values, value)
         return padded
 
     def to_nested(self, values: Tensor) -> Tensor:
         """Convert packed tokens to a jagged NestedTensor; see `SequenceLayout.to_nested`."""
-        nested: Tensor = self.known("to_nested").to_nested(values)
+        nested: Tensor = self.with_lengths("to_nested").to_nested(values)
         return nested
 
     def shard(self, mesh: Any, *, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Any:
         """Divide the tokens over the ranks of a mesh; see `SequenceLayout.shard`."""
-        return self.known("shard").shard(mesh, is_causal=is_causal, window_size=window_size)
+        return self.with_lengths("shard").shard(mesh, is_causal=is_causal, window_size=window_size)

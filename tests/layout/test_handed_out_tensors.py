@@ -59,7 +59,7 @@ def handed_out(layout):
     """The names of the public attributes that are tensors."""
     names = [x for x in {*dir(type(layout)), *vars(layout)} if not x.startswith("_")]
     # they are for code of this package, or raise an error
-    internal = {"host", "reversed", "device_offsets", "safe_offsets", "cached_lengths", "cache"}
+    internal = {"host", "reversed", "device_offsets", "operator_offsets", "safe_offsets", "cached_lengths", "cache"}
     internal |= set() if layout.knows_lengths else {"host_offsets"}
     names = [x for x in names if x not in internal]
     return [name for name in names if isinstance(getattr(layout, name), Tensor)]

@@ -47,7 +47,7 @@ def test_offsets_of_a_layout_give_the_same_layout(monkeypatch, make, pickled):
 @pytest.mark.parametrize("dtype", [None, torch.int32, torch.int64])
 @pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x])
 def test_layouts_are_freed(dtype, use):
-    x, before = torch.randn(sum(LENGTHS), 2, 8), len(reading._kept)
+    x, before = torch.randn(sum(LENGTHS), 2, 8), len(reading._entries)
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
     layout = SequenceLayout.from_lengths(LENGTHS) if dtype is None else SequenceLayout.from_offsets(offsets.to(dtype))
     other = use(layout)
@@ -56,7 +56,7 @@ def test_layouts_are_freed(dtype, use):
     del layout, other, offsets
     gc.collect()
     assert not any(reference() is not None for reference in freed)
-    assert len(reading._kept) <= before
+    assert len(reading._entries) <= before
 
 
 @pytest.mark.parametrize("make", [MAKERS["list"], MAKERS["mask"]], ids=["list", "mask"])
