@@ -32,7 +32,7 @@ test-ci: $(VENV)/.dev
 
 # a minute of random calls of the CPU's backend, in one process
 soak: $(VENV)/.dev
-	$(BIN)/python -m nt_attention check --device cpu --soak 1
+	$(BIN)/python tests/helpers/soak.py --device cpu --minutes 1
 
 docs: site code-blocks
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 from by_turns import show
+from workloads import WORKLOADS
 
-from nt_attention.cli.implementations import CaseInputs, attention
+from nt_attention.cli.calls import CaseInputs, attention
 from nt_attention.cli.timing import device_ms
-from nt_attention.cli.workloads import WORKLOADS
 from nt_attention.functional import varlen_attention
 from nt_attention.layouts.bounded import BoundedLayout
 

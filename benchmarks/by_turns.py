@@ -39,6 +39,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def host_us(function: Callable[[], Any], calls: int = 10, repeats: int = 7) -> float:
+    """The host time of a call in µs: the median over bursts that are short enough for the device's queue."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        times.append(1e6 * (time.perf_counter() - began) / calls)
+    return statistics.median(times)
+
+
 def slowest(value: float, device: str) -> float:
     """The largest value of all ranks."""
     number = torch.tensor(value, device=device)

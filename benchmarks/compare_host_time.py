@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from by_turns import show
 from torch import Tensor
+from workloads import WORKLOADS
 
 import nt_attention
 from nt_attention.cli.environment import device_name
 from nt_attention.cli.timing import device_ms
-from nt_attention.cli.workloads import WORKLOADS
 
 LENGTHS, HEADS, HEAD_DIM = [30, 7, 64, 27], 4, 64
 CALLS, WARMUP = 10, 30

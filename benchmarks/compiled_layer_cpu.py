@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from by_turns import by_turns, show
 from torch import nn
+from workloads import draw_lengths
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
 
 
 def main() -> None:

@@ -33,9 +33,9 @@ import transformers
 from by_turns import reserve_memory, show, wall_clock_ms
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
+from workloads import draw_lengths
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = (torch.device("cuda"), torch.bfloat16) if GPU else (torch.device("cpu"), torch.float32)

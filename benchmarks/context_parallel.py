@@ -1,11 +1,11 @@
-"""One ragged batch over several GPUs: the exchanges of `varlen_attention` with a `ShardedLayout`, against one GPU.
+"""One ragged batch over several GPUs: `varlen_attention` with a `ShardedLayout`, against one GPU.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--workloads "one of 16k" "one of 131k"] [--save FILE]
 
 32 query heads, 8 key heads, head dim 128, bfloat16, causal, forward and backward of attention alone.
 
 - one GPU: each GPU runs the whole batch by itself.
-- keys, heads: the two exchanges.
+- keys: each GPU gets the keys that its queries see.
 - no exchange: the pieces of each GPU, with all keys that they see already on this GPU.
 - all-gather: each GPU gets the keys and values of all others.
 - context_parallel: PyTorch's ring attention with `scaled_dot_product_attention`. It takes one sequence.
@@ -38,10 +38,10 @@ import torch.nn.functional as F
 from by_turns import reserve_memory, show, slowest, synchronize
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from workloads import draw_lengths
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
-from nt_attention.distributed.exchange_keys import KeysPlan
+from nt_attention.distributed.exchange_plan import ExchangePlan, Geometry
 from nt_attention.distributed.planner import Mask
 
 GPU = torch.cuda.is_available()
@@ -88,7 +88,7 @@ class Case:
         self.mesh, device = mesh, torch.device(mesh.device_type)
         self.layout = nta.SequenceLayout.from_lengths(lengths, device=device)
         self.sharded = self.layout.shard(mesh)
-        plan = KeysPlan.make(self.sharded, Mask.of(True, (-1, -1)))
+        plan = ExchangePlan.make(self.sharded, self.sharded, Geometry(Mask.of(True, (-1, -1)), True, False))
         self.pieces = plan.all_layouts
         begins, lengths = self.layout.host_offsets.tolist(), self.sharded.lengths
         self.seen_rows = torch.cat([  # of the gathered keys, in the order of the packed tensor
@@ -99,7 +99,7 @@ class Case:
             self.sharded.total, self.pieces[1].total)}  # fmt: skip
         whole = self.inputs["one GPU"]
         local = [self.sharded.local(x.detach()).requires_grad_(x.requires_grad) for x in whole]
-        self.inputs |= dict.fromkeys(("keys", "heads", "all-gather"), local)
+        self.inputs |= dict.fromkeys(("keys", "all-gather"), local)
 
     def _draw(self, tokens: int, keys: int | None = None) -> list[Tensor]:
         generator = torch.Generator(self.mesh.device_type).manual_seed(0)
@@ -110,8 +110,8 @@ class Case:
     def run(self, way: str) -> Grads:
         q, k, v, grad = self.inputs[way]
         options: dict[str, Any] = {"is_causal": True}
-        if way in ("keys", "heads"):
-            out = nta.varlen_attention(q, k, v, self.sharded, exchange=way, **options)
+        if way == "keys":
+            out = nta.varlen_attention(q, k, v, self.sharded, **options)
         elif way == "one GPU":
             out = nta.varlen_attention(q, k, v, self.layout, **options)
         elif way == "no exchange":
@@ -198,8 +198,8 @@ def run(name: str, lengths: Any, mesh: DeviceMesh, rounds: int, is_long: bool) -
     """The table of a workload, with a row for each way."""
     calls = 2 if is_long else CALLS
     case = Case(lengths, mesh)
-    ways = ["one GPU", "keys", "heads", "no exchange", "all-gather"]
-    errors = {way: error(case.run(way), case) for way in ("keys", "heads", "all-gather")}
+    ways = ["one GPU", "keys", "no exchange", "all-gather"]
+    errors = {way: error(case.run(way), case) for way in ("keys", "all-gather")}
     ring = nullcontext()
     if GPU and case.is_one:
         ways.append("context_parallel")

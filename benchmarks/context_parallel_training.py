@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
+from workloads import draw_lengths
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
 
 GPU = torch.cuda.is_available()
 TOKENS, LONGEST, LONG, CHUNK = (16384, 4096, 524288, 8192) if GPU else (256, 64, 1024, 256)

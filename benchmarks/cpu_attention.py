@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from workloads import draw_lengths
 
 import nt_attention as nta
 from nt_attention.cli.environment import device_name
-from nt_attention.cli.workloads import draw_lengths
 
 TOKENS, HEADS, HEAD_DIM = 8192, 12, 64
 ONCE = {"NestedTensor SDPA"}  # takes seconds

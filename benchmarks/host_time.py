@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from by_turns import show
+from by_turns import host_us, show
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
 from torch.nested._internal.nested_tensor import NestedTensor
@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 import nt_attention as nta
-from nt_attention.cli.timing import host_us
 from nt_attention.functional import plan
 from nt_attention.kernels.registry import BACKENDS
 

@@ -52,9 +52,9 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from workloads import draw_lengths
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
 
 TOKENS = 16384
 LLAMA = LlamaConfig(

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from by_turns import host_us
 from torch import nn
+from workloads import WORKLOADS
 
 import nt_attention as nta
-from nt_attention.cli.timing import device_ms, host_us, wall_ms
-from nt_attention.cli.workloads import WORKLOADS
+from nt_attention.cli.timing import device_ms, wall_ms
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
 #   benchmarks/on_this_gpu.sh --list                    the names of the parts
 #   python benchmarks/keep.py --merge DIR               puts what was measured into benchmarks/results
 #
-# Install the package with its extras "cli" and "dev" first, and flash-attn-4 if it should be measured. Parts "check" and
+# Install the package with its extra "dev" first, and flash-attn-4 if it should be measured. Parts "check" and
 # "costs" run by name only: they write verified support and expected times into the package (nt_attention/kernels/verified
 # and measured). Read the difference and commit it before you measure. Where there is no git, set COMMIT.
 arguments=("$@")
@@ -23,20 +23,20 @@ stage() { # a name, then a command; its output is written to DIR/NAME.txt
   echo "$name: $((SECONDS - since)) s"
 }
 
-part_check() { stage check python -W ignore -m nt_attention check --jobs "$jobs" --save; }
+part_check() { stage check python -W ignore tools/verify_backends.py --jobs "$jobs" --save; }
 part_costs() {
   local card
   card=$(python -c 'import torch; from nt_attention.kernels.measurements import slug; print(slug(torch.cuda.get_device_name()))')
   stage tune python -W ignore -m nt_attention tune --minutes 7 --save "nt_attention/kernels/measured/$card.json"
-  stage held_out python -W ignore -m nt_attention tune --held-out 60 --minutes 2 --rows "$out/held_out.json"
+  stage held_out python -W ignore benchmarks/held_out.py --minutes 2 --rows "$out/held_out.json"
 }
 
-bench() { keep "$1" -m nt_attention bench "${@:2}"; }
+bench() { keep "$1" benchmarks/backends.py "${@:2}"; }
 part_backends() {
   bench backends
   bench backends --workloads "one long"
-  bench backends --lengths equal:17
-  bench backends --lengths equal:1
+  keep backends -m nt_attention bench --lengths equal:17 --heads 12
+  keep backends -m nt_attention bench --lengths equal:1 --heads 12
   bench backends --workloads A --options window_size=128,128
   bench backends --workloads B --kv-heads 1
   keep backends benchmarks/multihead.py --workload A --embed-dim 1024 --heads 16
@@ -77,8 +77,6 @@ part_compiled_bert() { keep compiled_bert benchmarks/compiled_models.py bert; }
 part_compiled_modernbert() { keep compiled_modernbert benchmarks/compiled_models.py modernbert; }
 part_compiled_llama() { keep compiled_llama benchmarks/compiled_models.py llama; }
 part_compiled_encoder() { keep compiled_encoder benchmarks/compiled_models.py encoder; }
-part_small_batches() { keep small_batches benchmarks/small_batches.py --rounds 7; }
-part_small_batches_always() { keep small_batches_always benchmarks/small_batches.py --packing always --rounds 5; }
 part_cuda_graphs() { keep cuda_graphs benchmarks/cuda_graphs.py --parts speed torch --compiled --rounds 25; }
 part_cuda_graphs_batches() {
   keep cuda_graphs_batches benchmarks/cuda_graphs.py --parts batches replays
@@ -112,7 +110,7 @@ part_several_gpus_training() { several context_parallel_training; }
 part_tests() { keep pytest_gpu -m pytest -m gpu -q -rfEs --tb=short -n "$jobs" -p no:cacheprovider tests; }
 
 all=(backends head_dims host modules models more_models relative_bias hybrids)
-all+=(compiled_bert compiled_modernbert compiled_llama compiled_encoder small_batches small_batches_always)
+all+=(compiled_bert compiled_modernbert compiled_llama compiled_encoder)
 all+=(cuda_graphs cuda_graphs_batches training_graphs_128 training_graphs_512 training_graphs_modernbert)
 all+=(paged paged_grid trees embeddings tests)
 [ "$gpus" -gt 1 ] && all+=(several_gpus several_gpus_training)

@@ -6,11 +6,6 @@ Forward and backward of one call of attention: 32 query heads, 8 key heads, head
 hosts of 8, with NVLink inside of a host and a network between hosts. First the batches of `context_parallel.py` over 2
 and 4 GPUs, beside what was measured; then batches with 8,192 tokens for each GPU.
 
-- keys: the exchange of keys over all GPUs.
-- heads: the exchange of heads over all GPUs, up to one query head for each. More than 8 GPUs repeat key heads.
-- two levels: the batch is planned for hosts, and their GPUs exchange heads. Then each GPU exchanges the keys of its one
-  key head with one GPU of every other host. The library does not have this way.
-
 Rows, bytes and visible pairs are exact: they are counted from the library's plans. The times are a model:
 
 - Kernels: FLOPs at a fixed rate, and a time for each token, which matters for short sequences. Both are fitted to the
@@ -40,24 +35,23 @@ import numpy as np
 from by_turns import show
 from context_parallel import DIM, HEADS, KV_HEADS, workloads
 from numpy.typing import NDArray
+from workloads import draw_lengths
 
-from nt_attention.cli.workloads import draw_lengths
-from nt_attention.distributed.exchange_heads import Heads
 from nt_attention.distributed.planner import Mask, ShardPlan, chunk_sizes, make_plan, needed_keys
 
-# GPUs → batch → ms of calls in a row: on one GPU, with the exchange of keys, with that of heads, and with no exchange.
+# GPUs → batch → ms of calls in a row: on one GPU, with the exchange, and with no exchange.
 # From torchrun benchmarks/context_parallel.py, on two and on four NVIDIA H100.
-MEASURED: dict[int, dict[str, tuple[float, float, float, float]]] = {
+MEASURED: dict[int, dict[str, tuple[float, float, float]]] = {
     2: {
-        "160 short, 64k": (6.64, 3.37, 9.65, 3.38),
-        "11 with a long tail, 16k": (4.24, 2.85, 4.19, 2.42),
-        "one of 16k": (12.67, 7.00, 8.09, 6.49),
-        "one of 131k": (818.4, 413.5, 419.6, 412.5),
+        "160 short, 64k": (6.64, 3.37, 3.38),
+        "11 with a long tail, 16k": (4.24, 2.85, 2.42),
+        "one of 16k": (12.67, 7.00, 6.49),
+        "one of 131k": (818.4, 413.5, 412.5),
     },
     4: {
-        "160 short, 64k": (6.58, 1.75, 5.47, 1.74),
-        "11 with a long tail, 16k": (4.14, 1.88, 4.07, 1.37),
-        "one of 16k": (12.59, 4.26, 4.42, 3.28),
+        "160 short, 64k": (6.58, 1.75, 1.74),
+        "11 with a long tail, 16k": (4.14, 1.88, 1.37),
+        "one of 16k": (12.59, 4.26, 3.28),
     },
 }
 HOST = 8  # GPUs
@@ -74,8 +68,8 @@ Array = NDArray[Any]
 class Way:
     """A way to run a batch over P GPUs."""
 
-    pairs: Array  # (P,) visible pairs of each GPU; half of the heads count as half of a pair
-    tokens: Array  # (P,) counted like pairs
+    pairs: Array  # (P,) visible pairs of each GPU
+    tokens: Array  # (P,)
     copied: Array  # (P,) bytes
     collectives: Sequence[Array]  # (P, P) each: the bytes that a GPU receives from each
 
@@ -92,34 +86,11 @@ def over_keys(lengths: Sequence[int], ranks: int) -> Way:
     return Way(np.array(plan.work), tokens, copied, [received, received.T])
 
 
-def over_heads(lengths: Sequence[int], ranks: int) -> Way:
-    """The exchange of heads over all GPUs."""
-    sizes = np.array(chunk_sizes(sum(lengths), ranks))
-    own = [Heads.of_rank(rank, ranks, HEADS, KV_HEADS) for rank in range(ranks)]
-    counts, key_counts = np.array([each.count for each in own]), np.array([each.key_count for each in own])
-    of_queries, of_keys = np.outer(counts, sizes) * HEAD_BYTES, np.outer(key_counts, sizes) * 2 * HEAD_BYTES
-    share = counts / HEADS
-    collectives = [of_queries, of_keys, of_queries.T]  # query, key and value, out
-    collectives += [of_queries, of_queries.T, of_keys.T]  # the gradients of out, of query, of key and value
-    copied = COPIES * sizes * HEAD_BYTES * (4 * HEADS + 4 * key_counts.sum())
-    return Way(MASK.pairs(np.array(lengths)).sum() * share, sum(lengths) * share, copied, collectives)
-
-
-def over_two_levels(lengths: Sequence[int], ranks: int) -> Way:
-    """Keys between hosts, heads inside. The tokens must be divisible by the GPUs, so that all hosts have as many."""
-    hosts = ranks // HOST
-    keys, heads = over_keys(lengths, hosts), over_heads([sum(lengths) // hosts], HOST)
-    collectives = [np.kron(np.eye(hosts), each) for each in heads.collectives]
-    collectives += [np.kron(each, np.eye(HOST)) / HOST for each in keys.collectives]
-    pairs, tokens, copied = (np.repeat(each, HOST) / HOST for each in (keys.pairs, keys.tokens, keys.copied))
-    return Way(pairs, tokens, copied + np.tile(heads.copied, hosts), collectives)
-
-
 def rows_received(plan: ShardPlan, lengths: Sequence[int]) -> Array:
     """(P, P) the rows of keys that each rank receives from each."""
     rows = np.zeros((len(plan.cut),) * 2, np.int64)
     for receiver, own in enumerate(plan.cut):
-        needed = needed_keys(own, lengths, MASK)
+        needed = needed_keys(MASK.seen(own, lengths), own)
         for sender, pieces in enumerate(plan.cut):
             for piece in pieces:
                 for first, last in needed.get(piece.sequence, ()):
@@ -174,15 +145,14 @@ def fit_kernels() -> list[float]:
 
 def compare(model: Model, ranks: int) -> list[str]:
     """A table of modelled and measured times on 2 or 4 GPUs."""
-    lines = [f"| {ranks} GPUs | one GPU, ms: measured | model | keys, share of linear: measured | model | "
-             "heads: measured | model | slowest work over the mean | rows received |", "|---" * 9 + "|"]  # fmt: skip
+    lines = [f"| {ranks} GPUs | one GPU, ms: measured | model | share of linear: measured | model | "
+             "slowest work over the mean | rows received |", "|---" * 7 + "|"]  # fmt: skip
     for name in MEASURED[2]:
         lengths, measured = workloads(1)[name], MEASURED[ranks].get(name)
         modelled = float(model.kernels(MASK.pairs(np.array(lengths)).sum(), sum(lengths)))
         cells = ["–" if measured is None else f"{measured[0]:.4g}", f"{modelled:.3g}"]
-        for index, way in enumerate((over_keys, over_heads), 1):
-            cells += ["–" if measured is None else f"{measured[0] / measured[index] / ranks:.0%}"]
-            cells += [f"{modelled / model.total(way(lengths, ranks)) / ranks:.0%}"]
+        cells += ["–" if measured is None else f"{measured[0] / measured[1] / ranks:.0%}"]
+        cells += [f"{modelled / model.total(over_keys(lengths, ranks)) / ranks:.0%}"]
         plan = make_plan(lengths, ranks, MASK)
         lines.append(f"| {name} | {' | '.join(cells)} | {plan.imbalance:.3f} | {max(plan.received)} |")
     return [*lines, ""]
@@ -208,23 +178,16 @@ def fitted(lengths: Sequence[int], total: int) -> list[int]:
     return [length for length in np.diff(ends, prepend=0).tolist() if length]
 
 
-def simulate(model: Model, ranks: int, lengths: Sequence[int]) -> list[str]:
-    """The rows of a table, one for each way."""
-    ways = {"keys": over_keys}
-    ways |= {"heads": over_heads} if ranks <= HEADS else {}
-    ways |= {"two levels": over_two_levels} if ranks > HOST and ranks % HOST == 0 else {}
-    pairs, lines = MASK.pairs(np.array(lengths)).sum(), []
-    one = float(model.kernels(pairs, sum(lengths)))
-    for name, make in ways.items():
-        way = make(lengths, ranks)
-        total, exchange = model.total(way), model.exchange(way.collectives)
-        links = [by_link(each) for each in way.collectives]
-        inside, between = (sum((x[i].sum(1) for x in links), np.zeros(ranks)).max() / 1e6 for i in range(2))
-        kernels = float(model.kernels(way.pairs, way.tokens).max())
-        imbalance, share = way.pairs.max() * ranks / pairs, one / ranks / total
-        cells = [f"{x:,.1f}" for x in (inside, between)] + [f"{x:.2f}" for x in (imbalance, kernels, exchange, total)]
-        lines.append(f"| {ranks} | {name} | {' | '.join(cells)} | {share:.0%} |")
-    return lines
+def simulate(model: Model, ranks: int, lengths: Sequence[int]) -> str:
+    """A row of a table."""
+    pairs, way = MASK.pairs(np.array(lengths)).sum(), over_keys(lengths, ranks)
+    total, exchange = model.total(way), model.exchange(way.collectives)
+    links = [by_link(each) for each in way.collectives]
+    inside, between = (sum((x[i].sum(1) for x in links), np.zeros(ranks)).max() / 1e6 for i in range(2))
+    kernels = float(model.kernels(way.pairs, way.tokens).max())
+    imbalance, share = way.pairs.max() * ranks / pairs, float(model.kernels(pairs, sum(lengths))) / ranks / total
+    cells = [f"{x:,.1f}" for x in (inside, between)] + [f"{x:.2f}" for x in (imbalance, kernels, exchange, total)]
+    return f"| {ranks} | {' | '.join(cells)} | {share:.0%} |"
 
 
 def main() -> None:
@@ -244,11 +207,9 @@ def main() -> None:
              "MB: received by the GPU with the most, forward and backward. Work: visible pairs of the slowest GPU over "
              "the mean. All: with copies and latency.", ""]  # fmt: skip
     for name in batches(1):
-        lines += [f"**{name}**", "", "| GPUs | way | MB inside the host | MB between hosts | work | kernels, ms | "
-                  "exchange, ms | all, ms | share of linear |", "|---" * 9 + "|"]  # fmt: skip
-        for ranks in args.gpus:
-            lines += simulate(model, ranks, batches(ranks)[name])
-        lines.append("")
+        lines += [f"**{name}**", "", "| GPUs | MB inside the host | MB between hosts | work | kernels, ms | "
+                  "exchange, ms | all, ms | share of linear |", "|---" * 8 + "|"]  # fmt: skip
+        lines += [*[simulate(model, ranks, batches(ranks)[name]) for ranks in args.gpus], ""]
     show(lines[:-1], args.save)
 
 

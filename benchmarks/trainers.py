@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from workloads import draw_lengths
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer

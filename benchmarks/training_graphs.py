@@ -41,9 +41,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import AttentionInterface, BertConfig, BertModel, ModernBertConfig, ModernBertModel
 from transformers.masking_utils import AttentionMaskInterface
+from workloads import draw_lengths
 
 import nt_attention as nta
-from nt_attention.cli.workloads import draw_lengths
 
 BUCKETS = (12288, 14336, 16384) if GPU else (256, 384, 512)
 SEQUENCES = {128: 1024, 512: 512}  # the bound of the number of sequences, by the largest length

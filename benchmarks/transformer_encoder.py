@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from by_turns import by_turns, show
 from torch import Tensor, nn
+from workloads import WORKLOADS
 
 import nt_attention as nta
-from nt_attention.cli.workloads import WORKLOADS
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = (torch.device("cuda"), torch.bfloat16) if GPU else (torch.device("cpu"), torch.float32)

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 from triton.runtime.errors import OutOfResources
+from workloads import WORKLOADS, Workload
 
 from nt_attention import RelativeBias, SequenceLayout
 from nt_attention.cli.timing import device_ms
-from nt_attention.cli.workloads import WORKLOADS, Workload
 from nt_attention.functional import plan
 from nt_attention.kernels import support
 from nt_attention.kernels.token_tiled import ops

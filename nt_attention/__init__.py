@@ -13,6 +13,7 @@ from .kernels.relative import RelativeBias
 from .kernels.select import Explanation, SlowBackendWarning, available_backends, use_backend
 from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
+from .layouts.protocol import Sharded as _Sharded
 from .layouts.tree import TreeLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary
@@ -52,6 +53,15 @@ __all__ = [
 
 if torch_registry.is_supported():
     torch_registry.register()
+
+
+def _divide(*args: Any, **kwargs: Any) -> Any:
+    from .distributed import ShardedLayout  # on first use: its import takes long
+
+    return ShardedLayout(*args, **kwargs)
+
+
+_Sharded.divide = _divide
 
 
 if TYPE_CHECKING:

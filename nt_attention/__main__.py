@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import io
 import os
 import shlex
@@ -15,21 +14,16 @@ from . import __version__
 from .kernels.measurements import package_version
 
 COMMANDS = {
-    "bench": "compare and time every backend, padded SDPA and NestedTensor SDPA",
-    "check": "verify the backends on this machine against float64",
+    "bench": "time every backend and padded SDPA on your lengths",
+    "check": "compare every backend on this machine with the reference in float64",
     "estimate": "measure whether patch would make a Hugging Face model faster on your texts or lengths",
     "run": "run a program in which every Hugging Face model is patched",
-    "kernel": "write a folder from which transformers loads this library as a kernel of flash attention",
     "tune": "measure the expected times of the backends on this GPU, by which auto selects",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name, and return the exit status.
-
-    Raises:
-        SystemExit: status 2 for invalid arguments, or if a package that the command needs is not installed.
-    """
+    """Run the command that the arguments name, and return the exit status. Invalid ones raise a SystemExit of 2."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         prog="python -m nt_attention", description="Without a command: print the environment and every backend's state."
@@ -37,25 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="print the versions of this and its packages, and exit")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, description in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=description, description=description[0].upper() + description[1:] + "."
-        )
+        command = commands.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
         command.set_defaults(error=command.error, command_line=shlex.join(["python", "-m", "nt_attention", *arguments]))
         if arguments[:1] == [name]:  # the modules of the other commands are not imported
-            if importlib.util.find_spec("rich") is None:
-                command.error(f"{name} needs rich: pip install 'nt-attention[cli]'")
-            importlib.import_module(f".cli.{name.replace('-', '_')}", __package__).add_arguments(command)
+            importlib.import_module(f".cli.{name}", __package__).add_arguments(command)
     options = parser.parse_args(arguments)
     if options.version:
-        found = {name: package_version(name) for name in ("torch", "transformers", "triton")}
-        print(
-            f"nt_attention {__version__}",
-            *[f"{name} {version}" for name, version in found.items() if version],
-            sep=", ",
-        )
+        names = [name for name in ("torch", "transformers", "triton") if package_version(name)]
+        print(f"nt_attention {__version__}", *(f"{name} {package_version(name)}" for name in names), sep=", ")
         return 0
-    command_name = (options.command or "environment").replace("-", "_")
-    status: int = importlib.import_module(f".cli.{command_name}", __package__).main(options)
+    status: int = importlib.import_module(f".cli.{options.command or 'environment'}", __package__).main(options)
     return status
 
 

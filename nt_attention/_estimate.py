@@ -1,19 +1,15 @@
-"""`estimate`: whether `patch` would make a model faster on some batches, measured on this machine.
-
-Dimensions: B rows of a batch, L positions in a row.
-"""
+"""`estimate`: whether `patch` would make a model faster on some batches, measured on this machine."""
 
 from __future__ import annotations
 
 import inspect
 import operator
 import random
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -30,6 +26,7 @@ _MEASURED = 5  # of these
 _ROUNDS = 10  # of calls with each, before the patch, as many after it, and with the patch
 _NO_GAIN = 1.05  # a smaller speedup may be noise
 _DRIFT = 0.2  # more than this between two measurements of the same calls is noise of other programs
+_PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask")  # True or −inf at padding
 
 Batch = Mapping[str, Any]
 
@@ -81,14 +78,16 @@ class Estimate:
         return None if self.padded_ms is None or self.packed_ms is None else self.padded_ms / self.packed_ms
 
     def __str__(self) -> str:
-        how = "forward and backward" if self.training else "forward"
-        lines = [f"nt_attention.estimate of {self.model}, {how}:"]
-        sizes = f"{self.tokens} tokens in {self.positions} positions, pad ratio {self.pad_ratio:.2f}"
-        lines.append(f"{self.batches} batch{'es' if self.batches > 1 else ''}: {sizes}")
+        how, s = "forward and backward" if self.training else "forward", "es" if self.batches > 1 else ""
+        lines = [
+            f"nt_attention.estimate of {self.model}, {how}:",
+            f"{self.batches} batch{s}: {self.tokens} tokens in {self.positions} positions, "
+            f"pad ratio {self.pad_ratio:.2f}",
+        ]
         if self.sorted_positions < self.positions:
-            padding, left = self.positions - self.tokens, self.sorted_positions - self.tokens
-            alike = ", so this alone saves about as much" if left < 0.1 * padding else ""
-            lines.append(f"if rows were sorted by length: pad ratio {self.sorted_positions / self.tokens:.2f}{alike}")
+            is_alike = self.sorted_positions - self.tokens < 0.1 * (self.positions - self.tokens)
+            end = ", so this alone saves about as much" if is_alike else ""
+            lines.append(f"if rows were sorted by length: pad ratio {self.sorted_positions / self.tokens:.2f}{end}")
         lines += [f"{share:.0%} of the calls ran padded: {why}" for why, share in self.padded_because.items()]
         if self.refused is not None:
             lines.append(f"not measured: {self.refused}")
@@ -96,16 +95,13 @@ class Estimate:
             times = f"{self.padded_ms:.1f} ms a batch padded, {self.packed_ms:.1f} ms packed"
             lines.append(f"measured with {self.measured} of them: {times}")
             if self.padded_bytes is not None and self.packed_bytes is not None:
-                gib = f"{self.padded_bytes / 2**30:.2f} GiB padded, {self.packed_bytes / 2**30:.2f} GiB packed"
-                lines.append(f"peak memory: {gib}")
-            lines.append(f"expected speedup: {self.speedup:.2f}{'' if self._gains else ', so patch would not help'}")
+                gib = self.padded_bytes / 2**30, self.packed_bytes / 2**30
+                lines.append(f"peak memory: {gib[0]:.2f} GiB padded, {gib[1]:.2f} GiB packed")
+            gains = self.speedup >= _NO_GAIN and sum(self.padded_because.values()) < 1
+            lines.append(f"expected speedup: {self.speedup:.2f}{'' if gains else ', so patch would not help'}")
             if abs(self.drift - 1) > _DRIFT:
                 lines.append(f"measure again: the padded calls took {self.drift:.2f} × as long at the end as before")
         return "\n  ".join(lines)
-
-    @property
-    def _gains(self) -> bool:
-        return (self.speedup or 0) >= _NO_GAIN and sum(self.padded_because.values()) < 1
 
 
 def estimate(
@@ -159,39 +155,29 @@ def estimate(
         raise ValueError(f"estimate compares with the model as it is without a patch: {CALL_REMOVE_FIRST}")
     if not seconds > 0:
         raise ValueError(f"seconds must be greater than 0, got {seconds!r}.")
-    training = model.training if training is None else training
+    training, options = model.training if training is None else training, {"on_fallback": "silent", **options}
     device = next((x.device for x in model.parameters()), torch.device("cpu"))
-    with _unchanged(model, device):
-        rows, positions, sample = _read(model, batches)
-        tokens = sum(sum(row) for batch in rows for row in batch)
-        counts = type(model).__name__, training, len(rows), positions, tokens, _sorted_positions(rows)
-        try:
-            patch(model, **{"on_fallback": "silent", **options}).remove()
-        except ValueError as error:
-            return Estimate(*counts, refused=str(error))
-        if training != model.training:
-            model.train(training)
-        sample = [{k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()} for batch in sample]
-        return Estimate(*counts, **_measure(model, sample, training, seconds, device, options))
-
-
-@contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context at whose end the model and the random numbers are as before. Copies the buffers."""
+    before = Snapshot(model)
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        before = Snapshot(model)
         try:
-            yield
+            counts, sample = _read(model, batches)
+            try:
+                patch(model, **options).remove()
+            except ValueError as error:
+                return Estimate(type(model).__name__, training, *counts, refused=str(error))
+            if training != model.training:
+                model.train(training)
+            sample = [{k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()} for batch in sample]
+            measured = _measure(model, sample, training, seconds, device, options)
+            return Estimate(type(model).__name__, training, *counts, **measured)
         finally:
             with torch.no_grad():
                 before.restore()
 
 
-def _read(
-    model: nn.Module, batches: Iterable[Batch | Sequence[int]]
-) -> tuple[list[list[tuple[int, ...]]], int, list[Batch]]:
-    """For each batch, the lengths of each row under each mask; the number of positions; and a sample of the batches."""
-    rows: list[list[tuple[int, ...]]] = []
+def _read(model: nn.Module, batches: Iterable[Any]) -> tuple[tuple[int, int, int, int], list[Batch]]:
+    """The numbers of batches, positions, tokens and sorted positions; and a sample of the batches."""
+    rows: list[list[tuple[int, ...]]] = []  # for each batch, the lengths of each row under each mask
     positions, sample, draw = 0, list[Batch](), random.Random(0)
     for each in islice(batches, MOST_BATCHES):
         batch = each if isinstance(each, Mapping) else _batch_of_lengths(model, each)
@@ -202,17 +188,20 @@ def _read(
             sample.append(batch)
         elif (place := draw.randrange(len(rows))) < _MEASURED:
             sample[place] = batch
-    if not any(any(row) for batch in rows for row in batch):
+    ordered = sorted((row for batch in rows for row in batch), reverse=True)
+    if not any(map(any, ordered)):
         raise ValueError("batches has no tokens: pass at least one batch. An iterator is empty after its first use.")
-    return rows, positions, sample
+    left = iter(ordered)  # each batch gets as many rows as it has, and is as long as its longest
+    longest = [list(map(max, zip(*islice(left, len(batch)), strict=True))) for batch in rows]
+    sorted_positions = sum(len(batch) * sum(sizes) for batch, sizes in zip(rows, longest, strict=True))
+    return (len(rows), positions, sum(map(sum, ordered)), sorted_positions), sample
 
 
 def _token_masks(batch: Batch) -> list[Tensor]:
     """The masks of a batch, (B, L), True at tokens. An encoder-decoder has two."""
     masks = {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.dim() == 2}
     tokens = [x != 0 for name, x in masks.items() if name.endswith("attention_mask")]
-    padding = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask")  # True or −inf at padding
-    tokens += [x == 0 for name, x in masks.items() if name in padding]
+    tokens += [x == 0 for name, x in masks.items() if name in _PADDING_MASKS]
     if not tokens:
         raise ValueError(f"each batch must have an attention_mask (B, L), got one with {', '.join(batch)}.")
     return tokens
@@ -233,98 +222,74 @@ def _batch_of_lengths(model: nn.Module, lengths: Any) -> Batch:
     if not takes_ids or config.is_encoder_decoder:
         only = "lists of lengths are for Hugging Face models that take input_ids alone"
         raise ValueError(f"{only}, not for {type(model).__name__}: pass its padded batches as dicts.")
-    most = getattr(text, "max_position_embeddings", None)
+    most, pad = getattr(text, "max_position_embeddings", None), getattr(config, "pad_token_id", None)
     if most is not None and max(numbers) > most:
         raise ValueError(f"the model has {most} positions, got a length of {max(numbers)}: pass what it gets, cut.")
-    pad = getattr(config, "pad_token_id", None)
     mask = torch.arange(max(numbers)) < torch.tensor(numbers)[:, None]
     ids = torch.randint(text.vocab_size, mask.shape)
     ids[ids == pad] = 1 if pad == 0 else 0  # some models count positions by this id
     return {"input_ids": ids.masked_fill(~mask, pad or 0), "attention_mask": mask.long()}
 
 
-def _sorted_positions(rows: list[list[tuple[int, ...]]]) -> int:
-    """The number of positions after sorting: each batch gets as many rows as it has, and is as long as its longest."""
-    ordered = iter(sorted((row for batch in rows for row in batch), reverse=True))
-    batches = [list(islice(ordered, len(batch))) for batch in rows]
-    return sum(len(batch) * sum(map(max, zip(*batch, strict=True))) for batch in batches)
-
-
 def _measure(
-    model: nn.Module,
-    batches: list[Batch],
-    training: bool,
-    seconds: float,
-    device: torch.device,
-    options: dict[str, Any],
+    model: nn.Module, batches: list[Batch], training: bool, seconds: float, device: torch.device, options: Any
 ) -> dict[str, Any]:
     """The measured fields of an `Estimate`."""
 
-    def timed(batch: Batch) -> float:
-        _synchronize(device)
-        began = time.perf_counter()
-        _step(model, batch, training)
-        _synchronize(device)
-        return 1e3 * (time.perf_counter() - began)
+    def time_rounds(seconds: float) -> tuple[list[list[float]], int | None]:
+        """The times of rounds of all batches, in ms, and the peak of memory on a CUDA device."""
+        rounds: list[list[float]] = []
+        end = time.perf_counter() + seconds
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        while not rounds or (len(rounds) < _ROUNDS and time.perf_counter() <= end):
+            rounds.append([_time_step(model, batch, training, device) for batch in measured])
+        return rounds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
     end = time.perf_counter() + seconds / 4
     measured = []
     for batch in batches:
-        timed(batch)
+        _time_step(model, batch, training, device)
         measured.append(batch)
         if time.perf_counter() > end:
             break
-    before, padded_bytes = _rounds(timed, measured, seconds / 8, device)
-    with patch(model, **{"on_fallback": "silent", **options}) as handle:
+    before, padded_bytes = time_rounds(seconds / 8)
+    with patch(model, **options) as handle:
         for batch in measured:
-            timed(batch)
-        packed, packed_bytes = _rounds(timed, measured, seconds / 4, device)
+            _time_step(model, batch, training, device)
+        packed, packed_bytes = time_rounds(seconds / 4)
     calls = handle.calls
-    after, _ = _rounds(timed, measured, seconds / 8, device)
-    padded = [one + two for one, two in zip(before, after, strict=True)]
-    first, last = (statistics.mean(map(statistics.median, times)) for times in (before, after))
+    after, _ = time_rounds(seconds / 8)
     return {
         "measured": len(measured),
-        "padded_ms": statistics.mean(map(statistics.median, padded)),
-        "packed_ms": statistics.mean(map(statistics.median, packed)),
-        "drift": last / first,
+        "padded_ms": _typical(before + after),
+        "packed_ms": _typical(packed),
+        "drift": _typical(after) / _typical(before),
         "padded_bytes": padded_bytes,
         "packed_bytes": packed_bytes,
         "padded_because": {why: n / calls.total() for why, n in calls.items() if why is not None},
     }
 
 
-def _rounds(
-    timed: Callable[[Batch], float], batches: list[Batch], seconds: float, device: torch.device
-) -> tuple[list[list[float]], int | None]:
-    """The times of each batch in rounds of all batches, and the peak of memory on a CUDA device."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    times: list[list[float]] = [[] for _ in batches]
-    end = time.perf_counter() + seconds
-    for _ in range(_ROUNDS):
-        for of_batch, batch in zip(times, batches, strict=True):
-            of_batch.append(timed(batch))
-        if time.perf_counter() > end:
-            break
-    return times, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+def _typical(rounds: list[list[float]]) -> float:
+    """The mean of the median time of each batch."""
+    return mean(map(median, zip(*rounds, strict=True)))
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _step(model: nn.Module, batch: Batch, training: bool) -> None:
-    """The forward, or the forward and the backward. Gradients are returned and freed, so no `grad` changes."""
-    if not training:
-        with torch.no_grad():
-            model(**batch)
-        return
-    out = model(**batch)
-    outputs = [out] if isinstance(out, Tensor) else list(out.values() if isinstance(out, Mapping) else out)
-    differentiable = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
-    if not differentiable:
-        raise ValueError(f"no output of {type(model).__name__} has a gradient: pass training=False.")
-    parameters = [x for x in model.parameters() if x.requires_grad]
-    torch.autograd.grad(differentiable[0].mean(), parameters, allow_unused=True)
+def _time_step(model: nn.Module, batch: Batch, training: bool, device: torch.device) -> float:
+    """The ms of the forward, or of forward and backward. Gradients are returned and freed, so no `grad` changes."""
+    synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda _: None
+    synchronize(device)
+    began = time.perf_counter()
+    with torch.set_grad_enabled(training):
+        out = model(**batch)
+    if training:
+        outputs = [out] if isinstance(out, Tensor) else list(out.values() if isinstance(out, Mapping) else out)
+        differentiable = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+        if not differentiable:
+            raise ValueError(f"no output of {type(model).__name__} has a gradient: pass training=False.")
+        parameters = [x for x in model.parameters() if x.requires_grad]
+        torch.autograd.grad(differentiable[0].mean(), parameters, allow_unused=True)
+    del out
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - began)

@@ -185,9 +185,9 @@ def apply_patch(
 
 
 def _check_mesh(mesh: Any, cuda_graphs: bool, padding_free: bool) -> None:
-    from .distributed.mesh import check_mesh  # imports torch.distributed, so only if there is a mesh
+    from .distributed.sharded_layout import check_mesh  # imports torch.distributed, so only if there is a mesh
 
-    check_mesh(mesh, "cp")
+    check_mesh(mesh)
     if cuda_graphs:
         raise ValueError("CUDA graphs can't have the exchanges of a mesh: leave out cuda_graphs or mesh.")
     if not padding_free:

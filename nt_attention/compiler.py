@@ -9,7 +9,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,16 +20,18 @@ from .torch_private import (
     FakeTensor,
     constant_in_graphs,
     count_dispatch_modes,
+    forward_ad_level,
     frame_callback,
     graph_tracer,
     is_dispatched,
     is_jit_tracing,
-    is_mapped,
+    is_legacy_mapped,
     is_output_of_cuda_graph,
     is_transformed,
     proxy_mode,
     set_frame_callback,
     skip_frames,
+    transforms,
     unwrapped,
 )
 
@@ -132,19 +134,15 @@ def call_mode(*tensors: Tensor) -> str:
         TRACED: the call becomes a part of a graph, and values are not known. The first tensor decides that, outside of
             compilers and tracers. OBSERVED: a dispatch mode, function transform or tensor subclass must see an
             operator. EAGER: nobody; kernels can be called directly.
-
-    Raises:
-        RuntimeError: torch.jit.trace is tracing.
     """
     if (
         torch.compiler.is_dynamo_compiling()
         or (count_dispatch_modes() > 0 and proxy_mode() is not None)
         or is_dispatched(PRE_DISPATCH)
+        or is_jit_tracing()
     ):
         return TRACED
-    if is_jit_tracing():
-        refuse_jit_trace()
-    is_seen = count_dispatch_modes() > 0 or is_transformed()
+    is_seen = count_dispatch_modes() > 0 or is_transformed() or forward_ad_level() >= 0
     for x in tensors:
         if type(x) not in _PLAIN_TENSORS or x.is_meta:
             is_seen = True
@@ -205,17 +203,43 @@ def is_in_jit_trace() -> bool:
 
 
 @inline_only
-def refuse_jit_trace() -> None:
-    """Raise an error in torch.jit.trace, which would store the lengths of its example inputs as constants.
+def refuse_tracers() -> None:
+    """Raise an error in torch.jit.trace and make_fx, which would store the lengths of example inputs as constants.
 
     Raises:
-        RuntimeError: torch.jit.trace is tracing.
+        RuntimeError: one of the two is tracing.
     """
-    if is_in_jit_trace():
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if is_jit_tracing() or (_is_in_make_fx() and not torch.compiler.is_exporting()):
         raise RuntimeError(
-            "torch.jit.trace keeps the lengths of its example inputs as constants, so other lengths would give wrong "
-            "results: use torch.export or torch.compile."
+            f"{'torch.jit.trace' if is_jit_tracing() else 'make_fx'} keeps the lengths of its example inputs as "
+            "constants, so other lengths would give wrong results: use torch.export or torch.compile."
         )
+
+
+@inline_only
+def refuse_transforms(*grads: Tensor | None) -> None:
+    """Raise an error in transforms for which kernels have no rule: all but torch.func.grad and vjp.
+
+    Args:
+        grads: the gradients that a backward gets.
+
+    Raises:
+        NotImplementedError: such a transform is active, or the gradients are a batch of gradients.
+    """
+    in_graph = torch.compiler.is_dynamo_compiling()
+    if _is_in_unknown_transform() or (not in_graph and any(x is not None and is_legacy_mapped(x) for x in grads)):
+        raise NotImplementedError(
+            "kernels run eagerly, in torch.compile, torch.export and torch.func.grad. In other transforms (torch.vmap, "
+            "jacrev, jvp), in forward-mode AD and with is_grads_batched=True, pass backend='reference', or use "
+            "nta.use_backend('reference'): it consists of PyTorch's own operators."
+        )
+
+
+@constant_in_graphs  # torch.compile enters transforms while it traces them
+def _is_in_unknown_transform() -> bool:
+    return forward_ad_level() >= 0 or (is_transformed() and any(x.key().name != "Grad" for x in transforms() or ()))
 
 
 @inline_only
@@ -223,10 +247,11 @@ def check_readable(tensor: Tensor, name: str) -> None:
     """Raise an error if the host can't read a tensor's values, or if a graph would store them as constants.
 
     Raises:
-        RuntimeError: torch.jit.trace is tracing.
-        ValueError: the tensor is on the meta device or a FakeTensor, or torch.vmap maps over it, or make_fx is tracing.
+        RuntimeError: torch.jit.trace or make_fx is tracing.
+        ValueError: the tensor is on the meta device or a FakeTensor, or torch.vmap maps over it, or torch.export is
+            tracing.
     """
-    refuse_jit_trace()
+    refuse_tracers()
     if is_transformed() and is_in_vmap(tensor):
         raise ValueError(
             f"{name} has other values in each sample of torch.vmap, and a layout has the lengths of one batch: make "
@@ -238,24 +263,15 @@ def check_readable(tensor: Tensor, name: str) -> None:
         raise ValueError(f"{name} is {where} and has no values to read: pass a tensor on the CPU or a GPU{instead}.")
     if not torch.compiler.is_dynamo_compiling() and _is_in_make_fx():
         raise ValueError(
-            f"{name} would be read while make_fx is tracing, and become a constant: compute offsets from it outside of "
-            "the traced function, and pass the offsets to SequenceLayout.from_offsets."
+            f"{name} would be read while torch.export is tracing, and become a constant: compute offsets from it "
+            "outside of the exported function, and pass the offsets to SequenceLayout.from_offsets."
         )
 
 
 def is_in_vmap(tensor: Tensor) -> bool:
     """Whether torch.vmap maps over a dimension of the tensor."""
     while (inner := unwrapped(tensor)) is not tensor:
-        if is_mapped(tensor):
+        if inner.dim() != tensor.dim():  # other transforms keep the dimensions
             return True
         tensor = inner
     return False
-
-
-class TracedShardedLayout:
-    """A `ShardedLayout` in a graph, of which only the handle is known."""
-
-    is_sharded: ClassVar[bool] = True
-
-    def __init__(self, handle: Tensor) -> None:
-        self.handle = handle

@@ -7,7 +7,6 @@ of queries and keys, Dv that of values.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack, get_type_hints, overload
@@ -15,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Unpack, get_type_hints, overload
 import torch
 from torch import Tensor
 
-from .compiler import EAGER, TRACED, call_mode, is_compiling
+from .compiler import EAGER, TRACED, call_mode, is_compiling, refuse_tracers
 from .kernels.adapters import Tensors
 from .kernels.autograd import run
 from .kernels.backend import Backend
@@ -56,7 +55,6 @@ def varlen_attention(
     relative: RelativeBias | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
-    exchange: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
@@ -72,7 +70,6 @@ def varlen_attention(
     relative: RelativeBias | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
-    exchange: str = "auto",
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -88,7 +85,6 @@ def varlen_attention(
     relative: RelativeBias | None = None,
     return_lse: bool,
     backend: str = "auto",
-    exchange: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
@@ -103,7 +99,6 @@ def varlen_attention(
     relative: RelativeBias | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    exchange: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention over a ragged batch, in which a query only attends to keys of its own sequence.
@@ -116,8 +111,8 @@ def varlen_attention(
 
     The call needs no sync for packed tensors. For NestedTensors it syncs once for each offsets tensor that was not read
     before. Under autocast, query, key and value are cast as in `scaled_dot_product_attention`; nothing else is cast.
-    Second derivatives, forward-mode AD, batches of gradients (`is_grads_batched=True`, `torch.func.jacrev`) and
-    `torch.vmap` over `torch.func.grad` need `backend="reference"`.
+    Second derivatives, forward-mode AD, `is_grads_batched=True`, and transforms other than `torch.func.grad`, such as
+    `torch.vmap`, need `backend="reference"`. `torch.jit.trace` and `make_fx` are refused.
 
     Args:
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
@@ -152,8 +147,6 @@ def varlen_attention(
         batch_invariant: require that the results of a sequence are bitwise equal in any batch.
         return_lse: also return the log-sum-exp of each query's scores, which is differentiable.
         backend: "auto", or a name from `available_backends()`. A named backend runs, or an error is raised.
-        exchange: only with a `ShardedLayout`: what the ranks exchange, "keys" or "heads"; "auto" selects the one that
-            is expected to be faster.
 
     Returns:
         The output, in the form of `query` with head dim Dv. With `return_lse`, a tuple of the output and the
@@ -171,15 +164,9 @@ def varlen_attention(
         >>> out.shape, lse.shape
         (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
-    if getattr(layout, "is_sharded", False):
-        # Whoever has a sharded layout has imported this module, which imports this file.
-        attention = sys.modules["nt_attention.distributed.custom_op"].attention
-        sharded: Any = (layout, key_layout)
+    if isinstance(layout, Sharded):
         more: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative, "return_lse": return_lse}
-        more |= {"backend": backend, "exchange": exchange, "options": options}
-        return attention(query, key, value, *sharded, **more)
-    if exchange != "auto":
-        raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
+        return layout.attend(query, key, value, key_layout, **more, backend=backend, options=options)
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
     arguments = _read(query, key, value, layout, key_layout, relative, options)
@@ -370,7 +357,7 @@ def _check(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, opti
         if is_compiling():
             graph_break(f"{_NO_OPERATOR}, so it runs outside of the graph")
         else:
-            raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")
+            raise ValueError(f"{_NO_OPERATOR}, so it can't run on FakeTensors: pass tensors with values.")
     call = Call(arguments.layout, arguments.key_layout, None, spec, None, arguments.relative)
     return _Checked(spec, choose_for(call, backend), {})
 
@@ -406,6 +393,8 @@ def _read(
         mode = call_mode(query, key, value)
     else:
         mode = call_mode(query, key, value)
+        if mode == TRACED:
+            refuse_tracers()
         if isinstance(layout, TreeLayout) and mode != EAGER:  # operators have no trees
             layout.check_keys(key, value)
             key, value = layout.expand_keys(key, value)

@@ -72,7 +72,7 @@ def _disable() -> Callable[[Any], Any]:
     """`torch.compiler.disable`, if there is a compiler."""
     try:
         torch.compiler.disable(len)
-    except ImportError:
+    except (ImportError, AttributeError):  # it does not work without names that this version of torch lacks
         return lambda function: function
     return torch.compiler.disable
 
@@ -126,11 +126,11 @@ without_dispatch_modes = _find("torch.utils._python_dispatch._disable_current_mo
 is_transformed = _find("torch._C._are_functorch_transforms_active")
 without_transforms = _find("torch._C._DisableFuncTorch")
 without_torch_function = _find("torch._C.DisableTorchFunctionSubclass")
-is_mapped = _find("torch._C._functorch.is_batchedtensor")  # whether torch.vmap maps over a dimension
 is_legacy_mapped = _find("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: False)
 unwrapped = functools.partial(torch.func.debug_unwrap, recurse=False)
 pytree = _find("torch.utils._pytree")
 is_jit_tracing = _find("torch.jit.is_tracing")
+transforms = _find("torch._C._functorch.get_interpreter_stack", lambda: None)  # those of torch.func that are active
 is_any_autocast_enabled = _find("torch._C._is_any_autocast_enabled", lambda: True)
 
 

@@ -11,7 +11,6 @@ query heads, G key heads, D head dim.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
+from .compat._layouts import equal_lengths
 from .functional import Arguments, PlannedCall, plan_arguments
 from .kernels import adapters
 from .kernels.adapters import Tensors
@@ -33,6 +33,20 @@ from .layouts.protocol import Layout
 from .torch_private import FLASH_OPERATORS, schema_of
 
 NAME = "nt_attention"
+# The arguments of the operators. Where an operator has others, `activate` raises an error.
+# fmt: off
+_ARGUMENTS = {
+    "grad_out", "out", "query", "key", "value", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p",
+    "is_causal", "return_debug_mask", "rng_state", "unused", "philox_seed", "philox_offset", "scale",
+    "window_size_left", "window_size_right", "seqused_k", "alibi_slopes", "block_table", "num_splits",
+}
+# fmt: on
+_REFUSED = {
+    "dropout_p": "pass 0",
+    "return_debug_mask": "pass False",
+    "alibi_slopes": "leave it out",
+    "num_splits": "pass None, or 1 for results that do not depend on the batch",
+}
 
 
 def is_supported() -> bool:
@@ -68,48 +82,31 @@ class ActiveOperators:
     """The replaced operators; `remove()` restores those of PyTorch."""
 
     def __init__(self, library: torch.library.Library) -> None:
-        self._library: torch.library.Library | None = library
+        self._libraries = [library]
 
     def remove(self) -> None:
-        if self._library is not None:
-            self._library = None
+        self._libraries.clear()
 
 
-def activate() -> ActiveOperators:
-    """Replace the operators on CUDA devices. PyTorch calls this function when the implementation is activated.
+def activate(backend: str = "token_tiled", device: str = "CUDA") -> ActiveOperators:
+    """Replace the operators on a type of device. PyTorch calls this function when the implementation is activated.
 
     Raises:
         RuntimeError: the operators of this version of PyTorch have other arguments.
     """
-    return replace_operators(FlashOperators(), "CUDA")
-
-
-def replace_operators(operators: FlashOperators, device: str) -> ActiveOperators:
-    """Let `operators` run PyTorch's flash attention operators on tensors of a device type, "CUDA" or in tests "CPU"."""
-    functions = operators.by_name()
-    if not hasattr(torch.ops.aten, FLASH_OPERATORS["forward_into"]):
-        del functions[FLASH_OPERATORS["forward_into"]]  # newer than torch 2.11
-    for name, function in functions.items():
-        check_signature(name, function)
+    operators = FlashOperators(backend)
+    for name in FLASH_OPERATORS.values():
+        check_arguments(name)
     library = torch.library.Library("aten", "IMPL", device)
-    for name, function in functions.items():
-        library.impl(name, function, device)
+    for method, name in FLASH_OPERATORS.items():
+        library.impl(name, getattr(operators, method), device)
     return ActiveOperators(library)
 
 
-def check_signature(name: str, function: Callable[..., Any]) -> None:
-    """Check that `function` takes the arguments of the operator `aten::<name>`.
-
-    Raises:
-        RuntimeError: it does not, or there is no such operator.
-    """
-    operator = getattr(torch.ops.aten, name, None)
-    parameters = inspect.signature(function).parameters.values()
-    arguments = [] if operator is None else schema_of(operator.default).arguments
-    positional = [x.name for x in arguments if not x.kwarg_only]
-    taken = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-    by_name = {x.name for x in arguments if x.kwarg_only}
-    if positional != taken or not by_name <= {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}:
+def check_arguments(name: str) -> None:
+    """Check that the operator `aten::<name>` has no arguments that are not known here."""
+    if not hasattr(torch.ops.aten, name) or not _ARGUMENTS.issuperset(_arguments_of(name)):
+        operator = getattr(torch.ops.aten, name, None)
         found = "does not exist" if operator is None else f"is {schema_of(operator.default)}"
         raise RuntimeError(
             f"aten::{name} {found} in torch {torch.__version__}, which nt_attention {NAME!r} does not support: call "
@@ -117,35 +114,25 @@ def check_signature(name: str, function: Callable[..., Any]) -> None:
         )
 
 
-def _takes(positional: str, by_name: str = "scale") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a method take these arguments. It gets them as attributes of one object, None if they are not passed."""
-    names, more = positional.split(), by_name.split()
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def function(self: FlashOperators, *given: Any, **named: Any) -> Any:
-            passed = dict.fromkeys([*names, *more]) | dict(zip(names, given, strict=False)) | named
-            return method(self, SimpleNamespace(**passed))
-
-        parameter = inspect.Parameter
-        function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [parameter(name, parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
-            + [parameter(name, parameter.KEYWORD_ONLY, default=None) for name in more]
-        )
-        return function
-
-    return decorate
+@functools.cache
+def _arguments_of(name: str) -> list[str]:
+    return [x.name for x in schema_of(getattr(torch.ops.aten, name).default).arguments]
 
 
-_INPUTS = "query key value"
-_LENGTHS = "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
-_FORWARD = f"{_INPUTS} {_LENGTHS} return_debug_mask"
-_IN_POOL = "scale window_size_left window_size_right seqused_k alibi_slopes block_table num_splits"
+def _operator(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method take the arguments of its operator. It gets them as attributes, None if they are not passed."""
+
+    @functools.wraps(method)
+    def function(self: FlashOperators, *args: Any, **named: Any) -> Any:
+        names = _arguments_of(FLASH_OPERATORS[method.__name__])
+        return method(self, SimpleNamespace(**dict.fromkeys(_ARGUMENTS) | dict(zip(names, args, strict=False)) | named))
+
+    return function
 
 
 @dataclass(frozen=True)
 class FlashOperators:
-    """Functions with the signatures of PyTorch's flash attention operators.
+    """PyTorch's flash attention operators: `FLASH_OPERATORS` has the name of the operator of each method.
 
     Args:
         backend: The backend that runs. It must not be `torch_flash`, which calls these operators.
@@ -153,11 +140,7 @@ class FlashOperators:
 
     backend: str = "token_tiled"
 
-    def by_name(self) -> dict[str, Callable[..., Any]]:
-        """The functions by the names of their operators."""
-        return {operator: getattr(self, name) for name, operator in FLASH_OPERATORS.items()}
-
-    @_takes(_FORWARD, _IN_POOL)
+    @_operator
     def forward(self, given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Packed query (T, H, D) with offsets, or dense (B, L, H, D) without.
 
@@ -168,9 +151,7 @@ class FlashOperators:
         Raises:
             ValueError: an argument is not supported, or the backend does not support the call.
         """
-        _refuse(given.dropout_p, return_debug_mask=given.return_debug_mask or None, alibi_slopes=given.alibi_slopes)
-        query = given.query
-        planned = self._plan(given, needs_grad=False, batch_invariant=_is_batch_invariant(given.num_splits))
+        query, planned = given.query, self._plan(given, needs_grad=False)
         assert isinstance(planned.backend, Backend)
         if planned.call.spec.paged:
             out, lse = forward_in_pool(planned.backend, *planned.tensors, planned.call)
@@ -183,24 +164,18 @@ class FlashOperators:
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         return out, lse, state, state.new_zeros(()), query.new_empty(0)
 
-    @_takes(f"out {_FORWARD}", _IN_POOL)
+    @_operator
     def forward_into(self, given: Any) -> Tensor:
         """`forward`, with a copy of the output into `out`. Returns lse."""
-        out = vars(given).pop("out")
-        result, lse, *_ = self.forward(**vars(given))
-        if out.shape != result.shape:
-            raise ValueError(f"out must have the shape {tuple(result.shape)}, got {tuple(out.shape)}.")
-        out.copy_(result)
+        out, lse, *_ = self.forward(**vars(given))
+        if given.out.shape != out.shape:
+            raise ValueError(f"out must have the shape {tuple(out.shape)}, got {tuple(given.out.shape)}.")
+        given.out.copy_(out)
         return lse
 
-    @_takes(f"grad_out {_INPUTS} out logsumexp {_LENGTHS} rng_state unused", "scale window_size_left window_size_right")
+    @_operator
     def backward(self, given: Any) -> tuple[Tensor, ...]:
-        """The gradients of query, key and value, with the arguments and results of `forward`.
-
-        Raises:
-            ValueError: an argument is not supported, or the backend does not support the gradients of the call.
-        """
-        _refuse(given.dropout_p)
+        """The gradients of query, key and value, with the arguments and results of `forward`."""
         planned = self._plan(given, needs_grad=True)
         grad_out, out, lse = given.grad_out, given.out, given.logsumexp
         if given.cum_seq_q is None:
@@ -211,7 +186,7 @@ class FlashOperators:
         inputs = given.query, given.key, given.value
         return tuple(_with_strides_of(grad.view(x.shape), x) for grad, x in zip(grads, inputs, strict=True))
 
-    @_takes(f"{_INPUTS} dropout_p is_causal return_debug_mask")
+    @_operator
     def sdpa_forward(self, given: Any) -> tuple[Any, ...]:
         """Dense query (B, H, L, D), key (B, G, M, D) and value (B, G, M, Dv).
 
@@ -219,123 +194,85 @@ class FlashOperators:
             out (B, H, L, Dv), lse (B, H, L), no offsets, L, M, and the other results of `forward`.
         """
         query, longest = given.query, (given.query.shape[2], given.key.shape[2])
-        out, lse, *more = self.forward(**vars(given) | _tokens_first(given, "query", "key", "value"))
+        out, lse, *more = self.forward(**_tokens_first(given))
         out = out.transpose(1, 2)
         out = _with_strides_of(out, query) if out.shape == query.shape else out
         return out, lse, None, None, *longest, *more
 
-    @_takes(f"grad_out {_INPUTS} out logsumexp {_LENGTHS} philox_seed philox_offset")
+    @_operator
     def sdpa_backward(self, given: Any) -> tuple[Tensor, ...]:
         """The gradients of query, key and value, with the arguments and results of `sdpa_forward`."""
-        named = vars(given) | _tokens_first(given, "grad_out", "query", "key", "value", "out")
-        named |= {"cum_seq_q": None, "cum_seq_k": None}
+        grads = self.backward(**_tokens_first(given) | {"cum_seq_q": None, "cum_seq_k": None})
         inputs = given.query, given.key, given.value
-        return tuple(
-            _with_strides_of(grad.transpose(1, 2), x) for grad, x in zip(self.backward(**named), inputs, strict=True)
-        )
+        return tuple(_with_strides_of(grad.transpose(1, 2), x) for grad, x in zip(grads, inputs, strict=True))
 
-    def _plan(self, given: Any, needs_grad: bool, batch_invariant: bool = False) -> PlannedCall:
+    def _plan(self, given: Any, needs_grad: bool) -> PlannedCall:
         """Check and select, cached with the layouts. Dense inputs are packed."""
+        _check_supported(given)
         tensors, backend = Tensors(given.query, given.key, given.value), self.backend
-        sides = [getattr(given, f"window_size_{side}", None) for side in ("left", "right")]
+        sides = given.window_size_left, given.window_size_right
         options: dict[str, Any] = {
             "scale": given.scale,
             "is_causal": bool(given.is_causal),
             "window_size": tuple([-1 if side is None or side < 0 else int(side) for side in sides]),
-            "batch_invariant": batch_invariant,
+            "batch_invariant": given.num_splits == 1,
             "deterministic": needs_grad and torch.are_deterministic_algorithms_enabled(),
         }
-        key_layout: Layout | PagedLayout
-        if getattr(given, "seqused_k", None) is not None or getattr(given, "block_table", None) is not None:
-            layout, key_layout = _layouts_in_pool(given)
-            backend = "split_kv" if backend == "token_tiled" else backend
-        elif given.cum_seq_q is None:
-            layout, key_layout = (_equal_lengths(x) for x in tensors[:2])
+        if given.cum_seq_q is None:
             tensors = Tensors(*[x.flatten(0, 1) for x in tensors])
-        else:
-            layout, key_layout = _bounded_layouts(given)
-        arguments = Arguments(tensors, layout, key_layout, needs_grad=needs_grad)
-        return plan_arguments(arguments, None, backend, options)
+        if given.seqused_k is not None and backend == "token_tiled":
+            backend = "split_kv"
+        layouts = _layout_of(given.query, given.cum_seq_q, given.max_q), _key_layout(given)
+        return plan_arguments(Arguments(tensors, *layouts, needs_grad=needs_grad), None, backend, options)
 
 
-def _tokens_first(given: Any, *names: str) -> dict[str, Tensor]:
-    """These tensors (B, H, L, D) as (B, L, H, D)."""
-    return {name: getattr(given, name).transpose(1, 2) for name in names}
+def _layout_of(x: Tensor, offsets: Tensor | None, longest: int) -> Layout:
+    """The layout of packed rows, or of a dense batch (B, L, H, D). On a GPU, offsets are not read."""
+    if offsets is not None:
+        return SequenceLayout.from_offsets(offsets, max_seqlen=int(longest), max_tokens=x.shape[0])
+    if x.dim() != 4:
+        raise ValueError(f"tensors without offsets must be (batch, tokens, heads, head dim), got {tuple(x.shape)}.")
+    return equal_lengths(x.shape[0], x.shape[1], x)
 
 
-def _bounded_layouts(given: Any) -> tuple[Layout, Layout]:
-    """The layouts of packed queries and keys. On a GPU their lengths are not read: `max_q` and `max_k` are bounds."""
-    if given.cum_seq_k is None:
-        raise ValueError(
-            "cum_seq_k must be the offsets of the keys, got None. Keys in a cache are not supported: call "
-            "torch.nn.attention.restore_flash_attention_impl() first."
-        )
-    layout, key_layout = (
-        SequenceLayout.from_offsets(offsets, max_seqlen=int(longest), max_tokens=x.shape[0])
-        for offsets, longest, x in (
-            (given.cum_seq_q, given.max_q, given.query),
-            (given.cum_seq_k, given.max_k, given.key),
-        )
-    )
-    return layout, key_layout
-
-
-def _layouts_in_pool(given: Any) -> tuple[Layout, PagedLayout]:
-    """The layout of packed queries, and where keys are: in pages of `block_table`, or from the offsets `cum_seq_k`."""
-    query, key, table, lengths = given.query, given.key, given.block_table, given.seqused_k
+def _key_layout(given: Any) -> Layout | PagedLayout:
+    """The layout of the keys, or where they are: in pages of `block_table`, or from the offsets `cum_seq_k`."""
+    key, table, lengths, offsets = given.key, given.block_table, given.seqused_k, given.cum_seq_k
     if lengths is None:
-        raise ValueError("block_table needs seqused_k, the number of keys of each sequence.")
+        if table is not None:
+            raise ValueError("block_table needs seqused_k, the number of keys of each sequence.")
+        if offsets is None and given.cum_seq_q is not None:
+            raise ValueError(
+                "cum_seq_k must be the offsets of the keys, got None. Keys in a cache are not supported: call "
+                "torch.nn.attention.restore_flash_attention_impl() first."
+            )
+        return _layout_of(key, offsets, given.max_k)
+    if given.cum_seq_q is None or given.query.dim() != 3:
+        raise ValueError(f"seqused_k needs packed queries with cum_seq_q, got {tuple(given.query.shape)}.")
     if table is not None:
         if key.dim() != 4:
             raise ValueError(f"with block_table, key must be (pages, page size, G, D), got {tuple(key.shape)}.")
-        paged = PagedLayout(table, lengths, key.shape[1], int(given.max_k))
-    elif given.cum_seq_k is None:
+        return PagedLayout(table, lengths, key.shape[1], int(given.max_k))
+    if offsets is None:
         raise ValueError("seqused_k without block_table needs cum_seq_k, where the keys of each sequence begin.")
-    else:
-        paged = PagedLayout.from_slots(given.cum_seq_k[:-1], lengths, int(given.max_k))
-    if given.cum_seq_q is None or query.dim() != 3:
-        raise ValueError(f"seqused_k and block_table need packed queries with cum_seq_q, got {tuple(query.shape)}.")
-    layout = SequenceLayout.from_offsets(given.cum_seq_q, max_seqlen=int(given.max_q), max_tokens=query.shape[0])
-    return layout, paged
+    return PagedLayout.from_slots(offsets[:-1], lengths, int(given.max_k))
 
 
-def _equal_lengths(x: Tensor) -> Layout:
-    """The layout of a dense batch (B, L, H, D)."""
-    if x.dim() != 4:
-        raise ValueError(f"tensors without offsets must be (batch, tokens, heads, head dim), got {tuple(x.shape)}.")
-    batch, length = x.shape[:2]
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():  # nothing that a cache may drop can be in the graph
-        offsets = torch.arange(batch + 1, device=x.device, dtype=torch.int32) * length
-        return SequenceLayout.from_offsets(offsets, max_seqlen=length, max_tokens=batch * length)
-    return _cached_equal_lengths(batch, length, x.device)
+def _tokens_first(given: Any) -> dict[str, Any]:
+    """The arguments with tensors (B, H, L, D) as (B, L, H, D)."""
+    heads_first = ("grad_out", "query", "key", "value", "out")
+    return {k: x.transpose(1, 2) if k in heads_first and x is not None else x for k, x in vars(given).items()}
 
 
-@functools.lru_cache(64)
-def _cached_equal_lengths(batch: int, length: int, device: torch.device) -> Layout:
-    return SequenceLayout.from_lengths([length] * batch, device=device)
-
-
-def _refuse(dropout_p: float, **arguments: object) -> None:
-    if dropout_p:
-        raise ValueError(
-            f'flash attention implementation "nt_attention" does not support dropout_p={dropout_p}: pass 0, call '
-            "nt_attention.varlen_attention, or torch.nn.attention.restore_flash_attention_impl() first."
-        )
-    for name, x in arguments.items():
-        if x is not None:
+def _check_supported(given: Any) -> None:
+    for name, instead in _REFUSED.items():
+        value = getattr(given, name)
+        if isinstance(value, Tensor) or value not in (None, 0, 1 if name == "num_splits" else 0):
+            shown = name if isinstance(value, Tensor) else f"{name}={value}"
             raise ValueError(
-                f'flash attention implementation "nt_attention" does not support {name}: leave it out, or call '
-                "torch.nn.attention.restore_flash_attention_impl() first."
+                f'flash attention implementation "nt_attention" does not support {shown}: {instead}, call '
+                "nt_attention.varlen_attention, or torch.nn.attention.restore_flash_attention_impl() first."
             )
-
-
-def _is_batch_invariant(num_splits: int | None) -> bool:
-    if num_splits not in (None, 0, 1):
-        raise ValueError(
-            f'flash attention implementation "nt_attention" does not split keys, got num_splits={num_splits}: pass '
-            "None, or 1 for results that do not depend on the batch."
-        )
-    return num_splits == 1
 
 
 def _with_strides_of(x: Tensor, like: Tensor) -> Tensor:

@@ -41,6 +41,12 @@ def devices() -> list[str]:
     return [*(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus)), "cpu"]
 
 
+def backends_of(device: torch.device) -> list[str]:
+    """The backends that can run on a device."""
+    backends = registry.backends().values()
+    return [each.name for each in backends if each.device_type in (None, device.type) and each.missing() is None]
+
+
 def output_file(text: str) -> Path:
     file = Path(text)
     with suppress(OSError):
@@ -54,13 +60,6 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be an integer ≥ 1, got {text!r}")
     return int(text)
-
-
-def minutes(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number of minutes > 0, got {text!r}")
 
 
 def device_name(device: torch.device) -> str:

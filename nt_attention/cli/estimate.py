@@ -13,7 +13,6 @@ import torch
 
 from .._estimate import MOST_BATCHES, estimate
 from .environment import device_name, devices, positive
-from .plot import picture_file, save_bars
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=positive, default=20, help="about how long to measure (default: 20)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--device", choices=devices(), default=devices()[0])
-    add("--plot", type=picture_file, metavar="FILE", help="also draw positions and times: a .png, .svg or .pdf")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -40,14 +38,7 @@ def main(options: argparse.Namespace) -> int:
         result = estimate(model, batches, training=options.training, seconds=options.seconds)
     except (ImportError, OSError, ValueError) as error:
         options.error(str(error))
-    name = device_name(torch.device(options.device))
-    print(f"{name}; {dtype}\n{result}")
-    if options.plot:
-        sizes = {"padded": result.positions, "padded, sorted": result.sorted_positions, "packed": result.tokens}
-        panels: dict[str, dict[str, Any]] = {f"positions in {result.batches} batches": sizes}
-        if result.padded_ms and result.packed_ms:
-            panels["ms a batch"] = {"padded": result.padded_ms, "packed": result.packed_ms}
-        save_bars(options.plot, f"{result.model}, {'training' if result.training else 'inference'}, {name}", panels)
+    print(f"{device_name(torch.device(options.device))}; {dtype}\n{result}")
     return 0
 
 

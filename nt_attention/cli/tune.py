@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..functional import plan
 from ..kernels import cost_model, measurements
+from ..kernels.call_size import CallSize
 from ..kernels.measurements import Card, dims_of
-from . import held_out, timing
-from .environment import device_name, devices, minutes, output_file, positive
-from .implementations import CaseInputs, NotSupportedError, backend
-from .workloads import CAUSAL, SHORT, Workload, draw_lengths
+from . import timing
+from .calls import CAUSAL, CaseInputs, NotSupportedError, Workload, attention, chosen, draw_lengths
+from .environment import device_name, devices, output_file
 
 # (lengths, tokens, share of the heads, query heads of a key head); odd lengths, where flash_attn_4 with softcap is slow
 GRID = (
@@ -43,23 +44,17 @@ FEW_QUERIES = (
     *((12, 4, "uniform:256", 4), (256, 1, "lognormal:512", 32), (8, 1, "uniform:512", 1)),
 )
 HEADS_OF_FEW = 32
-
-
-def _windows(*sizes: tuple[int, int]) -> tuple[dict[str, Any], ...]:
-    return tuple((CAUSAL if right == 0 else {}) | {"window_size": (left, right)} for left, right in sizes)
-
-
 # kind of call → options, which the batches have by turns; of two windows, the fit learns what pairs and tokens take
 KINDS: dict[str, tuple[dict[str, Any], ...]] = {
     "causal": (CAUSAL,),
     "full": ({},),
     cost_model.FEW_QUERIES: (CAUSAL,),
-    "narrow window behind": _windows((127, 0), (31, 0)),
-    "window behind": _windows((511, 0), (2047, 0)),
-    "narrow window": _windows((64, 64), (16, 16)),
+    "narrow window behind": tuple(CAUSAL | {"window_size": (left, 0)} for left in (127, 31)),
+    "window behind": tuple(CAUSAL | {"window_size": (left, 0)} for left in (511, 2047)),
+    "narrow window": tuple({"window_size": (size, size)} for size in (64, 16)),
     "nonlinear": (CAUSAL | {"softcap": 30.0},),
     "sinks": (CAUSAL | {"sinks": True},),
-    "window": _windows((256, 256), (1024, 1024)),
+    "window": tuple({"window_size": (size, size)} for size in (256, 1024)),
 }
 HEAD_DIMS = ("64", "128", "256", "96", "32", "192/128", "192", "512", "384")
 WIDTH = 1024  # of all heads
@@ -76,87 +71,71 @@ Unit = tuple[torch.dtype, str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=devices(), default=devices()[0])
-    add("--minutes", type=minutes, help="the time after which no further kind of calls is measured; default: 2")
-    add("--head-dims", nargs="+", choices=HEAD_DIMS, help="default: all; the others in FILE are kept")
+    add("--minutes", type=float, default=2.0, help="after this time, no further kind of calls is measured; default: 2")
     add("--save", type=output_file, metavar="FILE", help="default: the file of this GPU in your cache")
-    add("--rows", type=output_file, metavar="FILE", help="also write the measured times to this file")
-    add("--held-out", type=positive, metavar="N", help="compare auto with the fastest backend on N random batches")
-    add("--seed", type=int, default=0, help="the seed of these batches; default: 0")
 
 
 def main(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     if device.type != "cuda":
         options.error("tune is for a GPU: on a CPU there are no expected times.")
-    if options.held_out and (options.save or options.head_dims):
-        options.error("--held-out only compares: leave out --save and --head-dims.")
     torch.cuda.set_device(device.index or 0)
-    packages = ", ".join(f"{name} {version}" for name, version in measurements.versions().items())
-    print(f"{device_name(device)}; {packages}")
-    if options.held_out:
-        return held_out.main(options, device)
+    gpu, versions = device_name(device), measurements.versions()
+    print(f"{gpu}; {', '.join(f'{name} {version}' for name, version in versions.items())}")
     try:
-        file = options.save or output_file(str(measurements.user_file(device_name(device))))
-        check_file(file, device_name(device))
+        file = options.save or output_file(str(measurements.user_file(gpu)))
+        before = read_file(file, gpu)
     except (argparse.ArgumentTypeError, ValueError) as error:
         options.error(str(error))
-    header = {"command": options.command_line, "date": str(date.today()), "gpu": device_name(device)}
-    header |= {"card": Card.of(device)._asdict(), "versions": measurements.versions()}
-    tune(header, file, list(units(options.head_dims)), 60 * (options.minutes or 2.0), device, options.rows)
+    header = {"command": options.command_line, "date": str(date.today()), "gpu": gpu}
+    tune(header | {"card": Card.of(device)._asdict(), "versions": versions}, before, file, 60 * options.minutes, device)
     return 0
 
 
-def check_file(file: Path, gpu: str) -> None:
-    """Raise a ValueError if a file has numbers of another GPU, or can't be read."""
+def read_file(file: Path, gpu: str) -> dict[str, Any]:
+    """The content of a file, empty if there is none. A ValueError if it is of another GPU, or can't be read."""
     if not file.is_file():
-        return
+        return {}
     try:
-        of = json.loads(file.read_text("utf-8"))["gpu"]
+        content: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        of = content["gpu"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} can't be read: delete it, or pass another file to --save.") from error
     if of != gpu:
         raise ValueError(f"{file} has times of {of}, and this GPU is {gpu}: pass another file to --save.")
+    return content
 
 
-def units(head_dims: list[str] | None = None) -> Iterator[Unit]:
+def units() -> Iterator[Unit]:
     """What is measured at once: (dtype, head dims, kind of call), in the order of importance."""
-    dims = [dim for dim in HEAD_DIMS if dim in (head_dims or HEAD_DIMS)]
-    first = [dim for dim in dims if dim in ("64", "128")]
-    yield from ((torch.bfloat16, dim, kind) for kind in KINDS for dim in first)
-    yield from ((torch.bfloat16, dim, kind) for dim in dims if dim not in first for kind in KINDS)
+    yield from ((torch.bfloat16, dims, kind) for kind in KINDS for dims in HEAD_DIMS[:2])
+    yield from ((torch.bfloat16, dims, kind) for dims in HEAD_DIMS[2:] for kind in KINDS)
     kinds = [kind for kind in KINDS if kind not in ("nonlinear", "sinks")]
-    yield from ((torch.float32, dim, kind) for dim in dims if max(dims_of(dim)) <= 256 for kind in kinds)
+    yield from ((torch.float32, dims, kind) for dims in HEAD_DIMS if max(dims_of(dims)) <= 256 for kind in kinds)
 
 
-def tune(
-    header: dict[str, Any], file: Path, todo: list[Unit], seconds: float, device: torch.device, rows_file: Path | None
-) -> None:
+def tune(header: dict[str, Any], before: dict[str, Any], file: Path, seconds: float, device: torch.device) -> None:
     """Measure and fit unit by unit, and write the file after each. What it has of other units is kept."""
-    before = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     costs, errors = before.get("costs", {}), before.get("error of the fit (median, largest)", {})
-    began, kept = time.perf_counter(), {}
-    for i, unit in enumerate(todo):
+    began = time.perf_counter()
+    for i, (dtype, dims, kind) in enumerate(units()):
         if i and time.perf_counter() - began > seconds:
-            left = ", ".join(dict.fromkeys(f"{name_of(dtype)} {dim}" for dtype, dim, _ in todo[i:]))
-            print(f"the time is over; not measured, or not every kind: head dims {left}")
+            print(f"the time is over before {kind} calls of head dims {dims} in {name_of(dtype)}")
             break
-        measured = measure(*unit, device)
-        dtype, dims, kind = name_of(unit[0]), unit[1], unit[2]
+        measured = measure(dtype, dims, kind, device)
         for direction in {direction for direction, _ in measured}:
-            costs.setdefault(dtype, {}).setdefault(direction, {}).setdefault(kind, {}).pop(dims, None)
+            costs.setdefault(name_of(dtype), {}).setdefault(direction, {}).setdefault(kind, {})[dims] = {}
         for (direction, name), rows in measured.items():
             numbers, median, largest = fit(rows)
-            where = f"{dtype} {direction} {kind} {dims} {name}"
-            kept[where], errors[where] = rows, (round(median, 3), round(largest, 3))
-            costs[dtype][direction][kind].setdefault(dims, {})[name] = numbers
+            where = f"{name_of(dtype)} {direction} {kind} {dims} {name}"
+            errors[where] = (round(median, 3), round(largest, 3))
+            costs[name_of(dtype)][direction][kind][dims][name] = numbers
             print(f"{where:<52} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
         content = header | {"error of the fit (median, largest)": errors, "costs": costs}
         unfinished = file.with_suffix(".unfinished")
         text = re.sub(r"\[[^\[\]]*\]", lambda row: re.sub(r"\s+", " ", row[0]), json.dumps(content, indent=1))
         unfinished.write_text(text + "\n", "utf-8")  # each list in one line
         unfinished.replace(file)  # other programs may read the file at any time
-        if rows_file:
-            rows_file.write_text(json.dumps(kept) + "\n", "utf-8")
     print(f"saved in {file}")
 
 
@@ -164,31 +143,36 @@ def name_of(dtype: torch.dtype) -> str:
     return "float32" if dtype == torch.float32 else "16-bit"
 
 
-def workloads(dtype: torch.dtype, dims: str, kind: str) -> list[Workload]:
+def workloads(dtype: torch.dtype, dims: str, kind: str) -> Iterator[Workload]:
     """The batches on which a kind of calls is measured."""
-    share = SHARE_OF_FLOAT32 if dtype == torch.float32 else 1
+    share, (head_dim, value_dim) = SHARE_OF_FLOAT32 if dtype == torch.float32 else 1, dims_of(dims)
+
+    def lengths_of(text: str, tokens: int, of_tokens: int = share) -> tuple[int, ...]:
+        distribution, _, most = text.partition(":")
+        return draw_lengths(f"{distribution}:{min(int(most) // of_tokens, tokens)}", tokens, seed=9)
+
     if kind == cost_model.FEW_QUERIES:
-        return [of_few_queries(*each, dims, share) for each in FEW_QUERIES]
-    (head_dim, value_dim), found = dims_of(dims), []
+        for sequences, queries, text, group in FEW_QUERIES:
+            tokens = sequences * (int(text.partition(":")[2]) // share)
+            keys = tuple(max(queries, n) for n in lengths_of(text, tokens)[:sequences])
+            heads = HEADS_OF_FEW, HEADS_OF_FEW // group
+            yield Workload(text, text, (queries,) * sequences, *heads, head_dim, CAUSAL, keys, value_dim)
+        return
     for (text, tokens, of_heads, group), options in zip(GRID, itertools.cycle(KINDS[kind])):
         if text == "one long":
-            lengths: tuple[int, ...] = (tokens // 4 // share, *SHORT[: 800 // share])
+            lengths = (tokens // 4 // share, *draw_lengths("lognormal:128")[: 800 // share])
         else:
-            distribution, _, most = text.partition(":")
-            lengths = draw_lengths(f"{distribution}:{min(int(most), tokens // share)}", tokens // share, seed=9)
+            lengths = lengths_of(text, tokens // share, 1)
         kv_heads = max(1, int(of_heads * WIDTH / head_dim) // group)
-        heads = (kv_heads * group, kv_heads)
-        found.append(Workload(text, text, lengths, *heads, head_dim, options, value_dim=value_dim))
-    return found
+        yield Workload(text, text, lengths, kv_heads * group, kv_heads, head_dim, options, value_dim=value_dim)
 
 
-def of_few_queries(sequences: int, queries: int, keys: str, group: int, dims: str, share: int) -> Workload:
-    distribution, _, most = keys.partition(":")
-    longest = int(most) // share
-    lengths = draw_lengths(f"{distribution}:{longest}", sequences * longest, seed=9)[:sequences]
-    (head_dim, value_dim), key_lengths = dims_of(dims), tuple(max(queries, n) for n in lengths)
-    heads = HEADS_OF_FEW, HEADS_OF_FEW // group
-    return Workload(keys, keys, (queries,) * sequences, *heads, head_dim, CAUSAL, key_lengths, value_dim)
+def counts(inputs: CaseInputs, backward: bool) -> tuple[float, ...]:
+    """The numbers in which the expected time of a call is linear."""
+    q, k, v = (x.detach().requires_grad_(backward) for x in inputs.qkv)
+    options = {name: x for name, x in inputs.options.items() if name != "sinks"}
+    call = plan(q, k, v, inputs.layout, inputs.key_layout, backend="reference", **options).call
+    return cost_model.counts(call.spec, CallSize.of(call))
 
 
 def measure(
@@ -209,37 +193,34 @@ def measure(
             inputs = dataclasses.replace(inputs, options=inputs.options | {"sinks": sinks})
         for direction, name in itertools.product(directions, names):
             try:
-                prepared = backend(name, inputs, direction == "both")
-                function = prepared.both if direction == "both" else prepared.forward
-                us = 1000 * timing.device_ms(function, REPEATS, BURST)
+                chosen(name, inputs, direction == "both")
+                call = attention(name, inputs)
+                us = 1000 * timing.device_ms(call.both if direction == "both" else call.forward, REPEATS, BURST)
             except NotSupportedError:
                 continue
             except (RuntimeError, ValueError) as error:  # the kernel fails, refuses the size, or has no memory
                 print(f"{name} failed on {workload.about} × {dims}, {kind}: {(str(error).splitlines() or [''])[0]}")
                 continue
-            rows[direction, name].append((us, *inputs.counts(direction == "both")))
+            rows[direction, name].append((us, *counts(inputs, direction == "both")))
     return rows
 
 
 def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:
     """The numbers of the cost model, and the median and the largest of the relative errors of the fit."""
-    table = np.array(rows)
-    times, counts = table[:, 0], table[:, 1:]
-    numbers = nonnegative_least_squares(counts / times[:, None], np.ones(len(times)))
-    off = np.abs(counts @ numbers / times - 1)
+    times, *of_calls = np.array(rows).T
+    relative = np.array(of_calls).T / times[:, None]
+    numbers = nonnegative_least_squares(relative, np.ones(len(times)))
+    off = np.abs(relative @ numbers - 1)
     return [float(f"{x:.5g}") for x in numbers], float(np.median(off)), float(off.max())
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The x ≥ 0 that minimizes ‖a x − b‖. It has few columns, so all sets of those with x > 0 are tried."""
-    best, least = np.zeros(a.shape[1]), float(b @ b)
+    best = np.zeros(a.shape[1])
     scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
-    for size in range(1, a.shape[1] + 1):
-        for columns in itertools.combinations(range(a.shape[1]), size):
-            part = a[:, columns] / scale[list(columns)]
-            x = np.linalg.lstsq(part, b, rcond=None)[0]
-            error = float(np.square(part @ x - b).sum())
-            if (x >= 0).all() and error < least:
-                best, least = np.zeros(a.shape[1]), error
-                best[list(columns)] = x / scale[list(columns)]
+    for chosen_columns in itertools.product((False, True), repeat=a.shape[1]):
+        x, columns = np.zeros(a.shape[1]), np.array(chosen_columns)
+        x[columns] = np.linalg.lstsq(a[:, columns] / scale[columns], b, rcond=None)[0] / scale[columns]
+        if (x >= 0).all() and np.linalg.norm(a @ x - b) < np.linalg.norm(a @ best - b):
+            best = x
     return best

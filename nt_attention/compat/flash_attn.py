@@ -23,27 +23,22 @@ from __future__ import annotations
 
 import contextlib
 from operator import index
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..functional import plan, varlen_attention
-from ..kernels.call import OPTIONS, Options, check_shapes
+from ..kernels.call import OPTIONS, check_shapes
 from ..layouts.paged import PagedLayout
 from ..layouts.protocol import Layout
-from ._kv_cache import KVCache
+from ._kv_cache import KVCache, check_rotary, check_shape, positions_from, rotate
 from ._layouts import equal_lengths, layout_of_offsets
-from ._new_keys import RotaryTables, check_new, check_nothing_new, check_shape, prepare
 
+# fmt: off
 __all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
 ]
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -51,17 +46,9 @@ _OUR_NAMES = {"softmax_scale": "scale", "causal": "is_causal"}
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:
     """Attention of a batch in which all sequences have L queries and S keys.
 
@@ -97,14 +84,8 @@ def flash_attn_func(
         torch.Size([2, 5, 4, 8])
     """
     options = _options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    _check_probabilities(return_attn_probs, dropout_p)
     for name, x, shape in (("q", q, "(B, L, H, D)"), ("k", k, "(B, S, G, D)"), ("v", v, "(B, S, G, Dv)")):
         check_shape(name, x, shape)
     if not len(q) == len(k) == len(v) or k.shape[1] != v.shape[1]:
@@ -115,37 +96,20 @@ def flash_attn_func(
     batch, length = q.shape[:2]
     layout = equal_lengths(batch, length, q)
     key_layout = None if k.shape[1] == length else equal_lengths(batch, k.shape[1], q)
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    out, lse = _attend(q, k, v, layout, key_layout, alibi_slopes, options)
-    out = out.unflatten(0, (batch, length))
-    return (out, _dense_lse(lse, batch, length), out.new_empty(0)) if return_attn_probs else out
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = varlen_attention(q, k, v, layout, key_layout, return_lse=True, **options)
+    out, lse = _dense(out, lse, batch, length)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` with keys and values in one tensor.
+    """`flash_attn_func` of q (B, L, H, D) and kv (B, S, 2, G, D), keys and values in one tensor.
 
-    Args:
-        q: (B, L, H, D).
-        kv: (B, S, 2, G, D).
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
-            `flash_attn_func`.
-
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        ValueError: as `flash_attn_func`.
+    The other arguments, results and errors are those of `flash_attn_func`.
 
     Example:
         >>> import torch
@@ -153,35 +117,20 @@ def flash_attn_kvpacked_func(
         >>> flash_attn_kvpacked_func(torch.randn(2, 5, 4, 8), torch.randn(2, 9, 2, 1, 8)).shape
         torch.Size([2, 5, 4, 8])
     """
-    k, v = _unpack("kv", kv, "(B, S, 2, G, D)", 2)
+    k, v = check_shape("kv", kv, "(B, S, 2, G, D)").unbind(-3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` with queries, keys and values in one tensor.
+    """`flash_attn_func` of qkv (B, L, 3, H, D): queries, keys and values in one tensor.
 
-    Args:
-        qkv: (B, L, 3, H, D).
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
-            `flash_attn_func`.
-
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        ValueError: as `flash_attn_func`.
+    The other arguments, results and errors are those of `flash_attn_func`.
 
     Example:
         >>> import torch
@@ -189,28 +138,17 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(torch.randn(2, 5, 3, 4, 8)).shape
         torch.Size([2, 5, 4, 8])
     """
-    q, k, v = _unpack("qkv", qkv, "(B, L, 3, H, D)", 3)
+    q, k, v = check_shape("qkv", qkv, "(B, L, 3, H, D)").unbind(-3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
     """Attention of packed sequences. Sequences may have no queries or no keys.
@@ -246,55 +184,27 @@ def flash_attn_varlen_func(
         torch.Size([14, 4, 8])
     """
     options = _options(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    _check_probabilities(return_attn_probs, dropout_p)
     layout = layout_of_offsets(cu_seqlens_q, max_seqlen_q, q.shape[0])
+    key_layout: Layout | PagedLayout | None = None
     if block_table is not None:
-        key_layout: Layout | PagedLayout | None = _paged(k, cu_seqlens_k, max_seqlen_k, block_table)
-    elif cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q and k.shape[0] == q.shape[0]:
-        key_layout = None
-    else:
+        key_layout = _paged(k, cu_seqlens_k, max_seqlen_k, block_table)
+    elif cu_seqlens_k is not cu_seqlens_q or max_seqlen_k != max_seqlen_q or k.shape[0] != q.shape[0]:
         key_layout = layout_of_offsets(cu_seqlens_k, max_seqlen_k, k.shape[0])
-    out, lse = _attend(q, k, v, layout, key_layout, alibi_slopes, options)
+    out, lse = varlen_attention(q, k, v, layout, key_layout, return_lse=True, **options)
     return (out, lse.T, out.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_varlen_func` with keys and values in one tensor.
+    """`flash_attn_varlen_func` of q (T, H, D) and kv (K, 2, G, D), keys and values in one tensor.
 
-    Args:
-        q: (T, H, D).
-        kv: (K, 2, G, D).
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs: as in `flash_attn_varlen_func`.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in `flash_attn_func`.
-
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        TypeError: as `flash_attn_varlen_func`.
-        ValueError: as `flash_attn_varlen_func`.
+    The other arguments, results and errors are those of `flash_attn_varlen_func`.
 
     Example:
         >>> import torch
@@ -304,41 +214,23 @@ def flash_attn_varlen_kvpacked_func(
         >>> flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, 9, 3).shape
         torch.Size([14, 4, 8])
     """
-    k, v = _unpack("kv", kv, "(K, 2, G, D)", 2)
+    k, v = check_shape("kv", kv, "(K, 2, G, D)").unbind(-3)
     return flash_attn_varlen_func(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal),
-        *(window_size, softcap, alibi_slopes, deterministic, return_attn_probs),
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_varlen_func` with queries, keys and values in one tensor.
+    """`flash_attn_varlen_func` of qkv (T, 3, H, D): queries, keys and values in one tensor.
 
-    Args:
-        qkv: (T, 3, H, D).
-        cu_seqlens: (B+1,) int32 or int64, the first row of each sequence, then the end of the last sequence.
-        max_seqlen: the length of the longest sequence, or a bound of it.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in `flash_attn_func`.
-        return_attn_probs: as in `flash_attn_varlen_func`.
-
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        TypeError: as `flash_attn_varlen_func`.
-        ValueError: as `flash_attn_varlen_func`.
+    `cu_seqlens` and `max_seqlen` are those of queries and keys. The other arguments, results and errors are those of
+    `flash_attn_varlen_func`.
 
     Example:
         >>> import torch
@@ -346,32 +238,19 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flash_attn_varlen_qkvpacked_func(torch.randn(14, 3, 4, 8), torch.tensor([0, 5, 14]), 9).shape
         torch.Size([14, 4, 8])
     """
-    q, k, v = _unpack("qkv", qkv, "(T, 3, H, D)", 3)
+    q, k, v = check_shape("qkv", qkv, "(T, 3, H, D)").unbind(-3)
     return flash_attn_varlen_func(
-        *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal),
-        *(window_size, softcap, alibi_slopes, deterministic, return_attn_probs),
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
 
 
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of L queries of each sequence to keys in a cache. It writes new keys to the cache first, in place.
@@ -423,69 +302,69 @@ def flash_attn_with_kvcache(
         >>> torch.equal(k_cache[0, 3], k[0, 0])
         True
     """
-    options = _options(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap)
+    options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     check_shape("q", q, "(B, L, H, D)")
     batch, length = q.shape[:2]
     cache = KVCache.of(k_cache, v_cache, batch, block_table, cache_batch_idx, cache_leftpad)
     check_shapes(q.shape[1:], k_cache.shape[1:], v_cache.shape[1:])
     _check_no_gradient(q, k_cache, v_cache, k, v)
-    if k is None or v is None:
-        check_nothing_new(k, v, rotary_cos, rotary_sin)
-        write = None
-        query, pools = q.flatten(0, 1), cache.pools(cache.lengths(cache_seqlens, 0))
-    else:
-        check_new(k, v, cache, cache_seqlens)
+    _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
+    new = 0 if k is None or v is None else cache.check_new(k, v)
+    starts = cache.lengths(cache_seqlens, new)
+    keys, values, paged = cache.pools(starts + new if new else starts)
+    positions = positions_from(starts, new)
+    if rotary_cos is not None and rotary_sin is not None and k is not None:
+        check_rotary(rotary_cos, rotary_sin, q, cache.capacity)
         is_ordered = options["is_causal"] or options["window_size"] != (-1, -1)
-        rotary = RotaryTables.of(rotary_cos, rotary_sin, q, cache.capacity, rotary_interleaved, is_ordered)
-        query, pools, write = prepare(q, k, v, cache, cache_seqlens, rotary)
-    keys, values, paged = pools
-    layout = equal_lengths(batch, length, q)
-    if write is not None:  # after all arguments were checked
-        plan(query, keys, values, layout, paged, alibi_slopes=alibi_slopes, **options)
-        write()
-    out, lse = _attend(query, keys, values, layout, paged, alibi_slopes, options)
-    out = out.unflatten(0, (batch, length))
-    return (out, _dense_lse(lse, batch, length)) if return_softmax_lse else out
+        of_queries = positions_from(starts, length if is_ordered else 1)
+        q = rotate(q, rotary_cos, rotary_sin, of_queries, rotary_interleaved)
+        k = rotate(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
+    query, layout = q.flatten(0, 1), equal_lengths(batch, length, q)
+    if k is not None and v is not None:  # written after all arguments were checked
+        plan(query, keys, values, layout, paged, **options)
+        cache.append(k, v, positions)
+    out, lse = varlen_attention(query, keys, values, layout, paged, return_lse=True, **options)
+    out, lse = _dense(out, lse, batch, length)
+    return (out, lse) if return_softmax_lse else out
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    key_layout: Layout | PagedLayout | None,
-    alibi_slopes: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
-    """out (T, H, Dv) and lse (T, H) of packed queries."""
-    return varlen_attention(q, k, v, layout, key_layout, alibi_slopes=alibi_slopes, return_lse=True, **options)
-
-
-def _options(softcap: float, window_size: Any, **given: Any) -> Options:
-    """The options of `varlen_attention`, checked. Errors have flash-attn's names."""
+def _options(
+    dropout_p: float, softmax_scale: float | None, causal: bool, window_size: Any, softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> dict[str, Any]:
+    """The keyword arguments of `varlen_attention`, checked. Errors have flash-attn's names."""
     if isinstance(window_size, (tuple, list, Tensor)):
         with contextlib.suppress(TypeError):  # what is no integer is refused below
             window_size = tuple([max(side if isinstance(side, int) else index(side), -1) for side in window_size])
     if isinstance(softcap, (int, float)) and softcap < 0:
         softcap = 0.0
-    options = {}
-    for name, value in {"window_size": window_size, "softcap": softcap, **given}.items():
-        ours = _OUR_NAMES.get(name, name)
-        options[ours] = OPTIONS[ours].parse(name, value)
-    return cast(Options, options)
+    given = {"window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale, "causal": causal}
+    given |= {"dropout_p": dropout_p, "deterministic": deterministic}
+    ours = {name: _OUR_NAMES.get(name, name) for name in given}
+    options = {ours[name]: OPTIONS[ours[name]].parse(name, value) for name, value in given.items()}
+    if return_attn_probs and dropout_p > 0:
+        raise ValueError(
+            f"return_attn_probs with dropout_p={dropout_p} would return which weights were dropped, and no backend "
+            "keeps them: leave out one of them."
+        )
+    return options | {"alibi_slopes": alibi_slopes}
+# fmt: on
 
 
-def _dense_lse(lse: Tensor, batch: int, length: int) -> Tensor:
-    """(B·L, H) → (B, H, L)."""
-    return lse.unflatten(0, (batch, length)).transpose(1, 2)
+def _dense(out: Tensor, lse: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """out (B·L, H, Dv) → (B, L, H, Dv) and lse (B·L, H) → (B, H, L)."""
+    return out.unflatten(0, (batch, length)), lse.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def _unpack(name: str, x: Tensor, shape: str, size: int) -> tuple[Tensor, ...]:
-    """The parts of a packed tensor, whose dimension before the last two must have this size."""
-    check_shape(name, x, shape)
-    if x.shape[-3] != size:
-        raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}.")
-    return x.unbind(-3)
+def _check_together(k: object, v: object, cos: object, sin: object, cache_seqlens: object) -> None:
+    if (k is None) != (v is None):
+        raise ValueError("k and v must be passed together, got one of them.")
+    if k is None and (cos is not None or sin is not None):
+        raise ValueError("rotary_cos and rotary_sin need new keys: pass k and v, or rotate q before the call.")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens is needed with k and v: pass the number of positions that are in use.")
+    if (cos is None) != (sin is None):
+        raise ValueError("rotary_cos and rotary_sin must be passed together, got one of them.")
 
 
 def _paged(pool: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, block_table: Tensor) -> PagedLayout:
@@ -496,14 +375,6 @@ def _paged(pool: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, block_table: T
     if not isinstance(cu_seqlens_k, Tensor):
         raise TypeError(f"cu_seqlens_k must be a tensor (B+1,), got {type(cu_seqlens_k).__name__}.")
     return PagedLayout(block_table, cu_seqlens_k.diff(), pool.shape[1], max_seqlen_k)
-
-
-def _check_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
-    if return_attn_probs and dropout_p > 0:
-        raise ValueError(
-            f"return_attn_probs with dropout_p={dropout_p} would return which weights were dropped, and no backend "
-            "keeps them: leave out one of them."
-        )
 
 
 def _check_no_gradient(*tensors: Tensor | None) -> None:

@@ -1,8 +1,6 @@
 """Ragged batches over several GPUs."""
 
 from . import custom_op  # noqa: F401 (its operators)
-from .attention import ExchangeChoice, explain_exchange
 from .sharded_layout import ShardedLayout
-from .tensor_parallel import HeadParallel
 
-__all__ = ["ExchangeChoice", "HeadParallel", "ShardedLayout", "explain_exchange"]
+__all__ = ["ShardedLayout"]

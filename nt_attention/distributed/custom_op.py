@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..compiler import TracedShardedLayout, is_traced, outside_of_graphs
+from ..compiler import is_traced, outside_of_graphs
 from ..functional import autocast
 from ..kernels.autograd import with_sinks
 from ..kernels.call import OPTIONS, SCHEMA, all_options, check_options, from_schema, values_in_schema
+from ..layouts.protocol import Sharded
 from ..layouts.reading import owner_of, tensor_of
 from ..operators import LIBRARY, define
 from ..torch_private import recording_in_operators
-from .attention import exchange_of, prepare, sharded_attention
+from .attention import prepare, sharded_attention
 from .exchange import Exchange
 from .local_attention import TensorInfo, accumulation_dtype
 from .mods import has_mods
@@ -33,11 +34,18 @@ _FORWARD = f"Tensor query, Tensor key, Tensor value, Tensor handle, Tensor key_h
 _run_outside_of_graphs = outside_of_graphs(sharded_attention)
 
 
-def attention(
+class TracedShardedLayout(Sharded):
+    """A `ShardedLayout` in a graph, of which only the handle is known."""
+
+    def __init__(self, handle: Tensor) -> None:
+        self.handle = handle
+
+
+def attend(
+    sharded: ShardedLayout | TracedShardedLayout,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sharded: ShardedLayout | TracedShardedLayout,
     key_sharded: ShardedLayout | TracedShardedLayout | None,
     *,
     sinks: Tensor | None,
@@ -45,7 +53,6 @@ def attention(
     relative: Any,
     return_lse: bool,
     backend: str,
-    exchange: str,
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`sharded_attention`, as an operator in graphs.
@@ -56,7 +63,7 @@ def attention(
     if not is_in_graph or has_mods(options):
         layouts = _layout_of(sharded), None if key_sharded is None else _layout_of(key_sharded)
         named: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative}
-        named |= {"return_lse": return_lse, "backend": backend, "exchange": exchange, "options": options}
+        named |= {"return_lse": return_lse, "backend": backend, "options": options}
         return _run_outside_of_graphs(query, key, value, *layouts, **named)
     check_options(**options)
     given = all_options(options)
@@ -65,9 +72,8 @@ def attention(
     handles = (sharded.handle, (sharded if key_sharded is None else key_sharded).handle)
     scale = query.shape[2] ** -0.5 if given["scale"] is None else given["scale"]
     values = values_in_schema({**given, "scale": scale, "needs_grad": needs_grad, "relative_grad": False})
-    wants_lse = return_lse or sinks is not None
     operator = torch.ops.nt_attention.sharded_forward.default
-    out, lse, _ = operator(query, key, value, *handles, alibi_slopes, *values, wants_lse, backend, exchange)
+    out, lse, _ = operator(query, key, value, *handles, alibi_slopes, *values, backend)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -97,40 +103,38 @@ class _State:
     key and value as arguments, and nothing else here is an alias of a tensor of the graph.
 
     Attributes:
-        selected: the exchange of the call.
+        exchange: that of the call.
         tensors: what it saved.
         inputs: the shapes of query, key and value.
     """
 
-    selected: Exchange
+    exchange: Exchange
     tensors: list[Tensor | None]
     inputs: list[TensorInfo]
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_handle: Tensor, *arguments: Any) -> Any:
-    slopes, values = arguments[0], arguments[1:-3]
+    slopes, *values, backend = arguments
     slopes = None if slopes is None else slopes.clone()  # the backward does not get them, see `_State`
-    wants_lse, backend, exchange = arguments[-3:]
     options = {name: tuple(x) if isinstance(x, list) else x for name, x in from_schema(values).items()}
     needs_grad = options["needs_grad"]
     options = {name: x for name, x in options.items() if name in OPTIONS}
     sharded, keys = _from_handle(handle), _from_handle(key_handle)
     key_sharded = None if keys is sharded else keys
-    request, schedule = prepare(query, key, value, sharded, key_sharded, slopes, None, options, exchange)
-    selected = exchange_of(request, schedule, backend, bool(needs_grad), wants_lse)
+    request, schedule = prepare(query, key, value, sharded, key_sharded, slopes, None, options)
+    exchange = Exchange(sharded, schedule, request.slopes, backend, request.options, bool(needs_grad))
     with recording_in_operators():
-        out, lse = selected.forward(*request[:3])
-    if any(saved is not None and saved.is_graph for saved in selected.saved):  # it needs the tensors that it has made
+        out, lse = exchange.forward(*request[:3])
+    if any(saved is not None and saved.is_graph for saved in exchange.saved):  # it needs the tensors that it has made
         out = out.clone(memory_format=torch.contiguous_format)
-    lse = query.new_empty(0, dtype=accumulation_dtype(query.dtype)) if lse is None or not wants_lse else lse
     lse = lse.clone(memory_format=torch.contiguous_format)
-    state = _State(selected, selected.take_tensors(), [TensorInfo.of(x) for x in (query, key, value)])
+    state = _State(exchange, exchange.take_tensors(), [TensorInfo.of(x) for x in (query, key, value)])
     return out.contiguous(), lse, tensor_of(state, query.device)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, *arguments: Any) -> Any:
     out = query.new_empty(*query.shape[:2], value.shape[2])
-    lse = query.new_empty(query.shape[:2] if arguments[-3] else 0, dtype=accumulation_dtype(query.dtype))
+    lse = query.new_empty(query.shape[:2], dtype=accumulation_dtype(query.dtype))
     return out, lse, handle.new_empty(())
 
 
@@ -144,7 +148,7 @@ def _backward(
             "do: leave them out, or do not compile it."
         )
     with recording_in_operators():
-        dq, dk, dv = saved.selected.backward(saved.tensors, saved.inputs, out, grad, grad_lse)
+        dq, dk, dv = saved.exchange.backward(saved.tensors, saved.inputs, out, grad, grad_lse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -155,7 +159,7 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.wants_lse, ctx.others = inputs[-3], len(inputs) - 3
+    ctx.others = len(inputs) - 3
     out, _, state = output
     ctx.save_for_backward(*inputs[:3], out, state)
     ctx.set_materialize_grads(False)
@@ -166,12 +170,12 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: No
     if grad is None:
         grad = query.new_zeros(*query.shape[:2], value.shape[2])
     operator = torch.ops.nt_attention.sharded_backward.default
-    grads: Sequence[Tensor] = operator(grad, grad_lse if ctx.wants_lse else None, state, out, query, key, value)
+    grads: Sequence[Tensor] = operator(grad, grad_lse, state, out, query, key, value)
     return (*grads, *[None] * ctx.others)
 
 
 define(
-    f"sharded_forward({_FORWARD}, bool wants_lse, str backend, str exchange) -> (Tensor out, Tensor lse, Tensor state)",
+    f"sharded_forward({_FORWARD}, str backend) -> (Tensor out, Tensor lse, Tensor state)",
     _forward,
     _fake_forward,
 )
@@ -184,3 +188,6 @@ define(
 torch.library.register_autograd(
     "nt_attention::sharded_forward", _differentiate, setup_context=_setup_context, lib=LIBRARY
 )
+
+Sharded.attend = attend
+Sharded.in_graph = TracedShardedLayout

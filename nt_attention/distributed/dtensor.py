@@ -1,25 +1,17 @@
-"""`DTensor`s from local parts, and in-place changes of `DTensor`s whose local parts are saved for a backward.
+"""Detects in-place changes of `DTensor`s whose local parts are saved for a backward.
 
-Autograd does not detect such changes: they change the version of the `DTensor`, and not that of the local tensor.
+Autograd does not: they change the version of the `DTensor`, and not that of the local tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from ..torch_private import version_of
-
-
-def from_local(x: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]) -> DTensor:
-    """The contiguous `DTensor` of this shape, whose part on this rank is `x`. Nothing is communicated or checked."""
-    shape = torch.Size(shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, (placement,), run_check=False, shape=shape, stride=stride)
 
 
 def check_in_backward(x: Tensor, used: Iterable[object]) -> None:

@@ -5,7 +5,6 @@ Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -94,14 +93,10 @@ class TensorInfo(NamedTuple):
     def of(cls, x: Tensor) -> TensorInfo:
         return cls(x.shape, x.dtype, x.device)
 
-    @property
-    def width(self) -> int:
-        """The number of elements of a row."""
-        return math.prod(self.shape[1:])
-
-    def empty(self, rows: int) -> Tensor:
-        """An uninitialized tensor with this number of rows."""
-        return torch.empty(rows, *self.shape[1:], dtype=self.dtype, device=self.device)
+    def empty(self, rows: int | None = None) -> Tensor:
+        """An uninitialized tensor, with this number of rows."""
+        shape = self.shape if rows is None else (rows, *self.shape[1:])
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 class Saved:

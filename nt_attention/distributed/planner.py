@@ -83,6 +83,10 @@ class Mask:
         """The keys [first, last) that the queries of a piece see."""
         return max(0, piece.start - self.left), min(length, piece.stop + self.right)
 
+    def seen(self, pieces: Iterable[Piece], lengths: Sequence[int]) -> list[Piece]:
+        """The keys that the queries of each piece see."""
+        return [Piece(p.sequence, *self.keys(p, lengths[p.sequence])) for p in pieces]
+
 
 def _sum_of_min(count: int, most: int) -> int:
     """The sum of min(i, most) for i from 0 to count − 1."""
@@ -338,7 +342,8 @@ class _Draft:
     @functools.cached_property
     def received(self) -> list[int]:
         """For each rank, the number of rows that it needs from others. Read it when all pieces are placed."""
-        each = [needed_keys(pieces, self.batch.lengths, self.batch.mask) for pieces in self.pieces]
+        seen = [self.batch.mask.seen(pieces, self.batch.lengths) for pieces in self.pieces]
+        each = map(needed_keys, seen, self.pieces)
         return [sum([last - first for found in needed.values() for first, last in found]) for needed in each]
 
     @functools.cached_property
@@ -432,22 +437,24 @@ def _merge(pieces: Sequence[Piece]) -> list[Piece]:
     return merged
 
 
-def needed_keys(pieces: Iterable[Piece], lengths: Sequence[int], mask: Mask) -> dict[int, list[tuple[int, int]]]:
-    """The keys that a rank with these pieces needs from others: sequence → intervals [first, last), in order."""
-    own: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        own.setdefault(piece.sequence, []).append(piece)
-    needed = {}
-    for sequence, parts in own.items():
-        found: list[tuple[int, int]] = []
-        for first, last in sorted([mask.keys(part, lengths[sequence]) for part in parts]):
-            if found and first <= found[-1][1]:
-                found[-1] = (found[-1][0], max(last, found[-1][1]))
-            else:
-                found.append((first, last))
-        for part in parts:
-            found = [rest for interval in found for rest in _without(interval, part)]
-        needed[sequence] = found
+def needed_keys(seen: Iterable[Piece], own: Iterable[Piece]) -> dict[int, list[tuple[int, int]]]:
+    """The keys that a rank needs from others: sequence → intervals [first, last), in order.
+
+    Args:
+        seen: the keys that its queries see.
+        own: the keys that it has.
+    """
+    needed: dict[int, list[tuple[int, int]]] = {}
+    for sequence, first, last in sorted(seen):
+        found = needed.setdefault(sequence, [])
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        else:
+            found.append((first, last))
+    for piece in own:
+        if piece.sequence in needed:
+            intervals = needed[piece.sequence]
+            needed[piece.sequence] = [rest for interval in intervals for rest in _without(interval, piece)]
     return needed
 
 

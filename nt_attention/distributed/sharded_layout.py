@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,12 +22,11 @@ from ..functional import format_lengths
 from ..kernels.call import OPTIONS
 from ..layouts import nested
 from ..layouts.known import SequenceLayout, unwrap_each
-from ..layouts.protocol import Layout
+from ..layouts.protocol import Layout, Sharded
 from ..layouts.reading import copy_of, creating_cached_tensors, tensor_of, to_device
 from ..torch_private import ragged_dim_of
-from .dtensor import check_in_backward, from_local
+from .dtensor import check_in_backward
 from .local_attention import accumulation_dtype
-from .mesh import check_mesh
 from .planner import Mask, Piece, ShardPlan, chunk_sizes, make_plan
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ _T = TypeVar("_T")
 _Tensors = tuple[Tensor, Tensor, Tensor]
 
 
-class ShardedLayout:
+class ShardedLayout(Sharded):
     """A ragged batch whose tokens are divided over P ranks. Create it with `SequenceLayout.shard`.
 
     Each rank has as many tokens as `torch.chunk` would give it, so the tensors of all ranks are a DTensor with
@@ -69,7 +68,6 @@ class ShardedLayout:
         >>> torch.distributed.destroy_process_group()
     """
 
-    is_sharded: ClassVar[bool] = True
     layout: SequenceLayout
     mesh: DeviceMesh
     mask: Mask
@@ -79,7 +77,7 @@ class ShardedLayout:
     def __init__(
         self, layout: SequenceLayout, mesh: DeviceMesh, *, is_causal: bool, window_size: tuple[int, int]
     ) -> None:
-        check_mesh(mesh, "cp")
+        check_mesh(mesh)
         OPTIONS["window_size"].parse("window_size", window_size)
         if not getattr(layout, "knows_lengths", False):
             raise ValueError(
@@ -317,7 +315,9 @@ class ShardedLayout:
         return x.to_local()
 
     def _as_dtensor(self, x: Tensor) -> Tensor:
-        return from_local(x, self.mesh, Shard(0), (self.layout.total, *x.shape[1:]))
+        shape = torch.Size((self.layout.total, *x.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x, self.mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
 
     def check_rows(self, name: str, x: Tensor) -> None:
         """Check that a tensor has the rows of this rank.
@@ -377,6 +377,22 @@ class _Gather(torch.autograd.Function):
         if ctx.sum_gradients:
             return sharded.sum_gradients(grad), None, None
         return grad.index_select(0, sharded._own_rows), None, None
+
+
+def check_mesh(mesh: Any) -> None:
+    """Check that a mesh has one dimension.
+
+    Raises:
+        TypeError: it is not a DeviceMesh.
+        ValueError: it has several dimensions.
+    """
+    if getattr(mesh, "ndim", None) is None:
+        raise TypeError(
+            f"mesh must be a DeviceMesh with one dimension, got {type(mesh).__name__}: pass one, such as "
+            'mesh["cp"] or init_device_mesh("cuda", (ranks,)).'
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f'the mesh must have one dimension, got {mesh.ndim}: pass one of them, such as mesh["cp"].')
 
 
 def _is_nested(x: object) -> bool:

@@ -6,23 +6,25 @@ import functools
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..torch_private import count_dispatch_modes, has_hooks_of_all_modules, is_replica, is_transformed
-from .capture import Bucket, ChangesItselfError, Graph, Work, capture, is_capturing
-from .device import Device, NotCapturedError, supports
-from .gradients import Backward, Replayed, Slot, why_not_differentiable
+from .. import torch_private
+from .capture import Bucket, Captured, ChangesItselfError, Work, capture, is_capturing
+from .device import NotCapturedError, Slot, supports
+from .gradients import Waiting
 from .module_state import ModuleState
 
 GRAPHS = 128  # the most graphs of a module, with or without gradients
+SLOTS = 4  # how many calls of a module can wait for their backward. Each slot has memory for all activations
 MEMORY = 16 * 2**30  # the most bytes of the inputs and outputs of all graphs of a handle
 CHANGES = 8  # how often a module may change, before its graphs wait until it stays the same
 CudaGraphs = bool | Literal["training"]  # an option of `patch`: for calls without gradients, or for all
+Key = tuple[Any, ...]
 
 
 def is_part_of_a_graph() -> bool:
@@ -38,32 +40,30 @@ def why_not_a_graph(module: nn.Module, tensor: Tensor, training: bool) -> str | 
         tensor: its input.
         training: whether calls with gradients can run as graphs.
     """
-    if not supports(tensor):
-        return "the inputs are not on a CUDA device"
-    if torch.is_grad_enabled() and not training:
-        return 'gradients are enabled: use torch.no_grad() or torch.inference_mode(), or pass cuda_graphs="training"'
-    if torch.is_grad_enabled() and (reason := why_not_differentiable()) is not None:
-        return reason
-    if module.training and not torch.is_grad_enabled():
-        return "the module is in training mode, without gradients"
-    if is_replica(module):
-        return "the module is a replica of DataParallel"
-    if count_dispatch_modes() or is_transformed():
-        return "a dispatch mode or a transform is active"
-    if has_hooks_of_all_modules():
-        return "there are global hooks of modules"
-    return None
-
-
-def process_settings(device: torch.device) -> tuple[object, ...]:
-    """Settings of the process on which captured work depends, as a part of a key."""
-    return (
-        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    grad = torch.is_grad_enabled()
+    use = 'use torch.no_grad() or torch.inference_mode(), or pass cuda_graphs="training"'
+    hooks_of_saved = grad and torch_private.saved_tensors_hooks(True) is not None
+    reasons = (
+        (not supports(tensor), "the inputs are not on a CUDA device"),
+        (grad and not training, f"gradients are enabled: {use}"),
+        # dropout would not be that of the first forward
+        (
+            grad and torch_private.backward_id() != -1,
+            "it runs in a backward, as the second forward of a checkpoint does",
+        ),
+        (hooks_of_saved, "there are hooks on saved tensors, as in a checkpoint"),
+        (grad and torch_private.forward_ad_level() >= 0, "forward-mode AD is active"),
+        (grad and torch.is_anomaly_enabled(), "anomalies are detected, which reads values on the host"),
+        (grad and torch_private.caches_parametrizations(), "the values of parametrizations are cached"),
+        (not grad and module.training, "the module is in training mode, without gradients"),
+        (torch_private.is_replica(module), "the module is a replica of DataParallel"),
+        (
+            torch_private.count_dispatch_modes() or torch_private.is_transformed(),
+            "a dispatch mode or a transform is active",
+        ),
+        (torch_private.has_hooks_of_all_modules(), "there are global hooks of modules"),
     )
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 class _OfModule:
@@ -71,9 +71,9 @@ class _OfModule:
 
     Attributes:
         state: the module when they were captured.
-        graphs: capture key and bucket → graph, the least recently used first.
-        refused: capture key and bucket → why there is no graph.
-        slot: the memory of graphs with gradients.
+        graphs: slot and key and bucket → graph, the least recently used first.
+        refused: key and bucket → why there is no graph.
+        slots: the memory of graphs with gradients. Each call that waits for its backward has a slot of its own.
         changes: how often the module was changed.
         calls: the number of calls since then.
         often: why a module that changes often is not captured at once.
@@ -81,37 +81,44 @@ class _OfModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.changes, self.often = 0, "the module, its parameters or its attributes change too often"
+        self.slots: list[Slot] = []
         self.renew(module)
 
     def renew(self, module: nn.Module) -> None:
         """Drop everything that belongs to an older state of the module."""
         self.state = ModuleState(module)
-        self.graphs: OrderedDict[tuple[Hashable, Bucket], Graph] = OrderedDict()
-        self.refused: dict[tuple[Hashable, Bucket], str] = {}
-        self.slot: Slot | None = None
+        self.graphs: OrderedDict[tuple[Slot, Key, Bucket], Captured] = OrderedDict()
+        self.refused: dict[tuple[Key, Bucket], str] = {}
         self.changes, self.calls = self.changes + 1, 0
 
-    def find(self, key: Hashable, sizes: Bucket) -> Graph | None:
-        """The graph of the bucket of these sizes, or else the smallest other one that fits."""
-        graph = self.graphs.get((key, tuple([one.bucket for one in sizes])))
+    def find(self, slot: Slot, key: Key, work: Work) -> Captured | None:
+        """The graph of the bucket of a call, or else the smallest other one that fits."""
+        graph = self.graphs.get((slot, key, work.bucket))
         if graph is None:
             fitting = [
                 other
-                for (its_key, bucket), other in self.graphs.items()
-                if its_key == key and all(one.fit(its) for one, its in zip(sizes, bucket, strict=True))
+                for (its_slot, its_key, bucket), other in self.graphs.items()
+                if its_slot is slot and its_key == key and all(map(type(work.sizes[0]).fit, work.sizes, bucket))
             ]
             graph = min(fitting, key=lambda other: [one.tokens for one in other.bucket], default=None)
         if graph is not None:
-            self.graphs.move_to_end((key, graph.bucket))
+            self.graphs.move_to_end((slot, key, graph.bucket))
         return graph
 
-    def check(self, key: Hashable, bucket: Bucket) -> None:
-        """Raise a NotCapturedError if a capture would fail again, or would not be worth its time."""
-        if (reason := self.refused.get((key, bucket))) is not None:
-            raise NotCapturedError(reason)
-        self.calls += 1
-        if self.calls <= min(self.changes - CHANGES, 100):
-            raise NotCapturedError(self.often)
+    def free_slot(self, device: torch.device) -> Slot:
+        """A slot in which no call waits for its backward."""
+        slots = [slot for slot in self.slots if slot.device == device]
+        slot = next((slot for slot in slots if slot.is_free), None)
+        if slot is None:
+            if len(slots) >= SLOTS:
+                raise NotCapturedError(f"{SLOTS} earlier calls wait for their backward")
+            self.slots.append(slot := Slot(device))
+        return slot
+
+    def wait(self) -> None:
+        """Wait, on the host, until none of them runs, so that their tensors can be freed."""
+        for slot in {graph.slot for graph in self.graphs.values()}:
+            slot.wait()
 
 
 class CapturedCalls:
@@ -131,7 +138,7 @@ class CapturedCalls:
         self.calls: Counter[str | None] = Counter()
         self.captured: int = 0
         self._modules: weakref.WeakKeyDictionary[nn.Module, _OfModule] = weakref.WeakKeyDictionary()
-        self._devices: dict[torch.device, Device] = {}  # of calls without gradients: all modules share their memory
+        self._shared: dict[torch.device, Slot] = {}  # of calls without gradients, which never wait: of all modules
         self._lock = threading.RLock()
 
     @classmethod
@@ -159,7 +166,7 @@ class CapturedCalls:
         What is computed between them is not counted. Graphs share the memory for it.
         """
         with self._lock:
-            slots = [each.slot for each in self._modules.values() if each.slot is not None]
+            slots = [slot for each in self._modules.values() for slot in each.slots]
             return self._memory_of_graphs() + sum(x.nbytes for slot in slots for x in slot.gradients)
 
     def _memory_of_graphs(self) -> int:
@@ -174,46 +181,34 @@ class CapturedCalls:
         """Free all graphs."""
         with self._lock:
             for each in self._modules.values():
-                _wait(each)
+                each.wait()
             self._modules.clear()
-            self._devices.clear()
+            self._shared.clear()
 
     def count(self, reason: str | None) -> None:
         with self._lock:
             self.calls[reason] += 1
 
-    def run(self, work: Work, sizes: Bucket) -> Any:
+    def run(self, work: Work) -> Any:
         """Replay the graph of a call, which is captured first if there is none, or if the module was changed.
-
-        Args:
-            work: what is computed.
-            sizes: the sizes of the call.
 
         Raises:
             NotCapturedError: this work can't be captured.
         """
-        device, grad_mode = next(iter(work.inputs.values())).device, torch.is_grad_enabled()
+        device = next(iter(work.inputs.values())).device
         guard = functools.partial(self._guard, device)
         with guard():
             own = self._of_module(work.module)
-            differentiates = grad_mode and bool(own.state.differentiable or work.differentiable)
+            differentiates = work.grad and bool(own.state.differentiable or work.differentiable)
             if (reason := own.state.why_not_captured(differentiates)) is not None:
                 raise NotCapturedError(reason)
-            if differentiates and own.slot is not None and not own.slot.is_free:
-                raise NotCapturedError("an earlier call waits for its backward")
-            key = work.key, own.state.training, grad_mode, work.differentiable if differentiates else None
-            graph = own.find(key, sizes)
-            if graph is None:
-                bucket = tuple([one.bucket for one in sizes])
-                work.prepare(bucket)
-                own = self._of_module(work.module)
-                graph = self._capture(own, work, key, bucket, device)
+            if device not in self._shared:
+                self._shared[device] = Slot(device)
+            slot = own.free_slot(device) if differentiates else self._shared[device]
+            key = work.key, _settings(device), own.state.training
+            graph = own.find(slot, key, work) or self._capture(own, slot, key, work, differentiates)
             results = graph.replay(work)
-            call = None
-            if graph.backward is not None:
-                tensors = [*(work.inputs[name] for name in work.differentiable), *own.state.differentiable]
-                parts = graph.parts(work, graph.backward.grads)
-                call = Replayed(graph.backward, parts, tensors, own.state, guard, graph)
+            call = None if graph.backward is None else Waiting(graph, work, own.state, guard)
         return graph.rebuild(results if call is None else call.connect(results))
 
     @contextmanager
@@ -229,42 +224,40 @@ class CapturedCalls:
         if own is None:
             own = self._modules[module] = _OfModule(module)
         elif not own.state.is_current:
-            _wait(own)
+            own.wait()
             own.renew(module)
         return own
 
-    def _capture(self, own: _OfModule, work: Work, key: tuple[Any, ...], bucket: Bucket, device: torch.device) -> Graph:
-        own.check(key, bucket)
-        *_, grad_mode, differentiable = key
-        make_backward = None
-        if differentiable is not None:
-            own.slot = own.slot or Slot(Device(device))
-            memory, make_backward = own.slot.device, functools.partial(Backward, own.state, own.slot)
-        else:
-            if device not in self._devices:
-                self._devices[device] = Device(device)
-            memory = self._devices[device]
+    def _capture(self, own: _OfModule, slot: Slot, key: Key, work: Work, differentiates: bool) -> Captured:
+        bucket = work.bucket
+        if (reason := own.refused.get((key, bucket))) is not None:
+            raise NotCapturedError(reason)
+        own.calls += 1
+        if own.calls <= min(own.changes - CHANGES, 100):
+            raise NotCapturedError(own.often)
         try:
-            graph = capture(work, bucket, grad_mode, memory, make_backward)
+            graph = capture(work, slot, own.state if differentiates else None)
         except NotCapturedError as error:
             own.refused[key, bucket] = str(error)
             if isinstance(error, ChangesItselfError):
                 own.changes, own.often = max(own.changes, CHANGES + 1), str(error)
             raise
-        if not own.state.is_current:  # the first call of a module may set attributes
-            slot = own.slot
-            own = self._of_module(work.module)
-            own.slot = slot  # of this graph
+        self._of_module(work.module)  # the first call of a module may set attributes
         self.captured += 1
-        own.graphs[key, bucket] = graph
+        own.graphs[slot, key, bucket] = graph
         while len(own.graphs) > GRAPHS or (len(own.graphs) > 1 and self._memory_of_graphs() > MEMORY):
-            _wait(own)
-            freed, _ = own.graphs.popitem(last=False)
-            own.refused[freed] = "its graph was freed, because there are too many"
+            own.wait()
+            (_, key, bucket), _ = own.graphs.popitem(last=False)
+            own.refused[key, bucket] = "its graph was freed, because there are too many"
         return graph
 
 
-def _wait(own: _OfModule) -> None:
-    """Wait, on the host, until no graph of a module runs, so that their tensors can be freed."""
-    for device in {graph.device for graph in own.graphs.values()}:
-        device.wait()
+def _settings(device: torch.device) -> tuple[object, ...]:
+    """Settings of the process on which captured work depends."""
+    products = torch.backends.cuda.matmul
+    return (
+        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        (products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction),
+    )

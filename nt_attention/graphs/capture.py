@@ -1,14 +1,15 @@
-"""What a CUDA graph computes (`Work`), for which sizes, and how it is captured."""
+"""What a CUDA graph computes (`Work`), for which sizes, and the graph of it (`Captured`)."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import pickle
 import random
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_private import TorchDispatchMode, copy_each, pytree
-from .device import Device, NotCapturedError, supports
-from .gradients import OTHER_LEAF, Backward
-from .module_state import Snapshot
+from .device import NotCapturedError, Slot, supports
+from .gradients import OTHER_LEAF, Backward, Gradients, alias
+from .module_state import ModuleState, Snapshot
 
 READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 LARGEST = 2 * 2**30  # bytes of the inputs and outputs of a graph: of larger ones, few would fit into memory
@@ -72,17 +73,30 @@ def _power(size: int, least: int) -> int:
 Bucket = tuple[Sizes, ...]  # one for each side
 
 
+class Form(NamedTuple):
+    """What the first dimensions of an input or output are: the name of a kind in `dims`, and a side of the batch."""
+
+    kind: str
+    side: int = 0
+
+    def dims(self, sizes: Bucket) -> tuple[int, ...]:
+        """The first dimensions, for these sizes. Those that follow are the same in each call."""
+        rows, longest, tokens = sizes[self.side]
+        dims = {"padded": (rows, longest), "packed": (1, tokens), "tokens": (tokens,), "rows": (rows,), "other": ()}
+        return dims[self.kind]
+
+
 class Computed(NamedTuple):
     """What the function of a `Work` computed.
 
     Attributes:
         value: tensors in a structure.
-        forms: for each tensor in `value`, what `Work.part` has to know, such as which of its dimensions are padded.
+        forms: of each tensor in `value`.
         layouts: what has to exist until the backward has run: operators of compiled models find layouts by offsets.
     """
 
     value: Any
-    forms: Sequence[Any]
+    forms: Sequence[Form]
     layouts: object
 
 
@@ -93,59 +107,77 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a graph computes.
+    """What a call computes.
 
     Attributes:
         module: the module that is called. If it was changed since the capture, the graph is stale.
-        key: everything else on which the graph depends, besides the inputs.
-        inputs: the tensors of a call, by name.
-        shapes: bucket → the shapes of `inputs` in the graph, which are not smaller.
-        zeroed: the names of inputs that are 0 where the call's own tensor is smaller. The others are undefined there.
+        options: everything else on which the graph depends, besides the inputs and settings of PyTorch.
+        sizes: the sizes of the call.
+        inputs: its tensors, by name. In the graph they have the sizes of a bucket, and are 0 where the call has none.
+        forms: name → the form of the input.
         function: computes the outputs of the tensors in the graph, for a bucket.
-        part: cuts the result of the call out of an output of the graph. Arguments: the output and its form.
-        prepare: changes the module before a graph of a bucket is captured.
+        grad: whether gradients are enabled.
     """
 
     module: nn.Module
-    key: Hashable
+    options: Hashable
+    sizes: Bucket
     inputs: Mapping[str, Tensor]
-    shapes: Callable[[Bucket], Mapping[str, tuple[int, ...]]]
-    zeroed: frozenset[str]
+    forms: Mapping[str, Form]
     function: Callable[[dict[str, Tensor], Bucket], Computed]
-    part: Callable[[Tensor, Any], Tensor]
-    prepare: Callable[[Bucket], None] = lambda bucket: None
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+
+    @functools.cached_property
+    def bucket(self) -> Bucket:
+        """The smallest bucket of these sizes."""
+        return tuple([one.bucket for one in self.sizes])
+
+    @functools.cached_property
+    def differentiable(self) -> tuple[str, ...]:
+        """The names of inputs that get a gradient."""
+        return tuple([name for name, x in self.inputs.items() if self.grad and x.requires_grad])
 
     @property
-    def differentiable(self) -> tuple[str, ...]:
-        """The names of inputs that require a gradient."""
-        return tuple([name for name, x in self.inputs.items() if x.requires_grad])
+    def key(self) -> Hashable:
+        """Everything on which its graphs depend, but the module and settings."""
+        named = [(name, self.forms[name], x.dtype, x.device, self.others(name)) for name, x in self.inputs.items()]
+        return self.options, frozenset(named), self.grad, self.differentiable
+
+    def others(self, name: str) -> torch.Size:
+        """The dimensions of an input that are the same in each call."""
+        return self.inputs[name].shape[len(self.forms[name].dims(self.sizes)) :]
 
 
-class Graph:
-    """A captured graph. `capture` makes it.
+class Captured:
+    """The graph of a call, and of its backward. `capture` makes it.
 
     Attributes:
         memory: the bytes of its inputs and outputs. Gradients of parameters belong to the slot.
         backward: None for calls without gradients.
     """
 
-    def __init__(self, work: Work, bucket: Bucket, device: Device, make_backward: Callable[..., Backward] | None):
-        shapes = work.shapes(bucket)
-        self.bucket, self.device = bucket, device
-        self._function = work.function
+    def __init__(self, work: Work, slot: Slot, state: ModuleState | None) -> None:
+        """`state`: the module, whose parameters get gradients; None for calls without gradients."""
+        self.bucket, self.slot = work.bucket, slot
+        shapes = {name: (*work.forms[name].dims(work.bucket), *work.others(name)) for name in work.inputs}
         self._inputs = {name: x.new_zeros(shapes[name]) for name, x in work.inputs.items()}
         self._fill(work)
-        leaves = [self._inputs[name].requires_grad_() for name in work.differentiable] if make_backward else []
-        self.backward = make_backward and make_backward(leaves)
+        self.backward: Backward | None = None
+        aliases = [] if state is None else [alias(x) for x in state.differentiable]
+        if state is not None:
+            leaves = [self._inputs[name].requires_grad_() for name in work.differentiable]
+            self.backward = Backward(slot, leaves, aliases)
 
-    def forward(self) -> Computed:
-        """What is captured."""
-        with nullcontext() if self.backward is None else self.backward.with_aliases():
-            return self._function(dict(self._inputs), self.bucket)
+        def forward() -> Computed:
+            with nullcontext() if state is None else state.replaced(aliases):
+                return work.function(dict(self._inputs), work.bucket)
+
+        self._forward: Callable[[], Computed] | None = forward
 
     def try_once(self) -> None:
         """Run the forward and the backward without a graph."""
-        computed = self.forward()
+        assert self._forward is not None
+        computed = self._forward()
         outputs = tensors_of(computed.value)
         if self.backward is not None:
             self.backward.run(outputs)
@@ -158,17 +190,18 @@ class Graph:
 
     def capture(self) -> None:
         """Capture both."""
-        self._replay, computed = self.device.capture(self.forward)
+        assert self._forward is not None
+        self._replay, computed = self.slot.capture(self._forward)
         if self.backward is not None:
-            self.backward.capture(self.device, tensors_of(computed.value))
-        del self._function  # it has the tensors of a call
+            self.backward.capture(self.slot, tensors_of(computed.value))
+        self._forward = None  # it has the tensors of a call
         leaves, self._structure = pytree.tree_flatten(computed.value)
         self._outputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         self._forms = computed.forms
 
     def replay(self, work: Work) -> list[Tensor]:
         """The results of a call: copies of parts of the outputs."""
-        with self.device.in_order():
+        with self.slot.in_order():
             self._fill(work)
             self._replay()
             parts = self.parts(work, [x for x in self._outputs if isinstance(x, Tensor)])
@@ -176,15 +209,16 @@ class Graph:
 
     def _fill(self, work: Work) -> None:
         tensors = [work.inputs[name] for name in self._inputs]  # a call may have them in another order
-        parts = [x.detach()[tuple(map(slice, y.shape))] for x, y in zip(self._inputs.values(), tensors, strict=True)]
-        for name in work.zeroed:
-            if self._inputs[name].shape != work.inputs[name].shape:
-                self._inputs[name].zero_()
-        copy_each(parts, tensors)
+        pairs = list(zip(self._inputs.values(), tensors, strict=True))
+        for x, y in pairs:
+            if x.shape != y.shape:  # NaN of another batch would spread to the gradients of weights
+                x.detach().zero_()
+        copy_each([x.detach()[tuple(map(slice, y.shape))] for x, y in pairs], tensors)
 
-    def parts(self, work: Work, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def parts(self, work: Work, tensors: Sequence[Tensor | None]) -> Gradients:
         """The parts of the outputs, or of their gradients, that belong to a call."""
-        return [None if x is None else work.part(x, form) for x, form in zip(tensors, self._forms, strict=True)]
+        pairs = zip(tensors, self._forms, strict=True)
+        return [None if x is None else x[tuple(map(slice, form.dims(work.sizes)))] for x, form in pairs]
 
     def rebuild(self, results: Sequence[Tensor]) -> Any:
         """The structure of the outputs, with these tensors."""
@@ -193,12 +227,10 @@ class Graph:
         return pytree.tree_unflatten(leaves, self._structure)
 
 
-def capture(
-    work: Work, bucket: Bucket, grad_mode: bool, device: Device, make_backward: Callable[..., Backward] | None
-) -> Graph:
+def capture(work: Work, slot: Slot, state: ModuleState | None) -> Captured:
     """Run some work twice, to compile it and to find what a replay would not do, and capture it.
 
-    `make_backward` makes its backward of the inputs of the graph that require a gradient; None without gradients.
+    `state` is that of the module, for the graph of a backward.
 
     Raises:
         NotCapturedError: it can't be captured, or a replay would not compute the same. The module is as it was.
@@ -208,10 +240,10 @@ def capture(
     _thread.is_capturing = True
     try:
         with _one_at_a_time, torch.autograd.set_multithreading_enabled(False):
-            graph, before = Graph(work, bucket, device, make_backward), Snapshot(work.module)
-            with torch.set_grad_enabled(grad_mode):
+            graph, before = Captured(work, slot, state), Snapshot(work.module)
+            with torch.set_grad_enabled(work.grad):
                 try:
-                    with device.on_stream():
+                    with slot.on_stream():
                         _try(work.module, graph.try_once)
                 except BaseException:
                     before.restore()  # the call runs without a graph

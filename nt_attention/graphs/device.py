@@ -1,7 +1,8 @@
-"""The device of CUDA graphs: captures them, and runs them one after another."""
+"""A place on a device where CUDA graphs share memory: captures them, and runs them one after another."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,13 +17,26 @@ class NotCapturedError(Exception):
     """A call can't run as a CUDA graph. The message says why."""
 
 
-class Device:
-    """Captures graphs on a CUDA device, and runs them one after another, because they share memory."""
+class Slot:
+    """Captures graphs on a CUDA device, and runs them one after another, because they share memory.
+
+    Attributes:
+        device: the device.
+        gradients: where its graphs write the gradients of parameters. A backward returns copies.
+        waiting: the call that waits for its backward. The next replay would overwrite what it needs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.gradients: list[Tensor] = []
+        self.waiting: weakref.ref[Any] | None = None
         self._stream, self._done = torch.cuda.Stream(device), torch.cuda.Event()
         self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no call waits for its backward. Autograd frees a call with its results."""
+        return self.waiting is None or self.waiting() is None
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -48,7 +62,7 @@ class Device:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """A function that replays the work of `function`, and the outputs to which it writes.
+        """A function that replays the work of `function`, and what `function` returned.
 
         Raises:
             NotCapturedError: the work can't be captured.
@@ -58,28 +72,21 @@ class Device:
             # other threads may use the device meanwhile
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 outputs = function()
-        except RuntimeError as error:
+        except (RuntimeError, NotCapturedError) as error:
             torch.cuda.set_stream(stream)  # a failed capture leaves these to us
             with suppress(RuntimeError):
                 end_pool(self._stream.device_index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
+            # The random number generator would raise an error in each later call, until another capture has ended.
+            x = torch.zeros(1, device=self.device)
             torch.cuda.synchronize()
-            self._end_for_random_numbers()
-            if isinstance(error, torch.OutOfMemoryError):
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
+                x.zero_()
+            if isinstance(error, torch.OutOfMemoryError | NotCapturedError):
                 raise
             cause = error.__context__ or error  # the error at the end of a capture hides the first one
             raise NotCapturedError(f"a CUDA graph can't be captured: {str(cause).splitlines()[0]}") from error
         return graph.replay, outputs
-
-    def _end_for_random_numbers(self) -> None:
-        """End a failed capture for the random number generator, which would raise an error in each later call.
-
-        It has no function for this, but the end of another capture does it.
-        """
-        x = torch.zeros(1, device=self.device)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
-            x.zero_()
 
 
 def supports(tensor: Tensor) -> bool:

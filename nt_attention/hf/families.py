@@ -249,6 +249,15 @@ def first_parameter(module: nn.Module) -> Tensor | None:
     return None
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model computes."""
+    parameter = first_parameter(model)
+    if parameter is None:
+        return torch.float32
+    device = parameter.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+
+
 def kind(module: nn.Module) -> str:
     """The model type of a model as in NOT_PACKED and OWN_ATTENTION, for example "clip" also for the parts of a CLIP."""
     return re.sub("_(text|vision)(_model)?$", "", model_type(module))

@@ -41,6 +41,7 @@ from .pack.sharded_packing import why_not_sharded
 from .pack.shared_prefixes import why_not_shared
 from .plan import Plan
 from .route.attention import attention, is_stock
+from .route.by_name import why_rows_mixed
 from .route.hand_packed import refuse_packed_rows
 from .route.packed_row import counts_positions, is_unpatched, running
 from .route.rope import scales_by_length
@@ -104,6 +105,8 @@ class _Patch:
         """Replace the attention of the model only."""
         if (reason := families.why_not_routed(self.model)) is not None:
             return self.skip(reason)
+        if (reason := why_rows_mixed(self.model)) is not None:
+            return self.skip(f"would mix the sequences of rows that you pack, because {reason}: leave out padding_free")
         return self._changed(["supports rows that you pack, with cu_seq_lens or position_ids"])
 
     def unpacked(self, reason: str) -> bool:
@@ -257,6 +260,7 @@ def _run_padded(
         return original(*args, **kwargs)
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     masks = [x for name, x in arguments.items() if name.endswith("attention_mask") and isinstance(x, Tensor)]
+    refuse_packed_rows(model, arguments, f"it is not packed, because {reason}")
     if any(mask.dim() == 2 and _has_padding(mask) for mask in masks):
         handle.fall_back(reason)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..compiler import EAGER, call_mode, is_compiling, is_in_vmap, is_tracing
+from ..compiler import EAGER, TRACED, call_mode, is_compiling, refuse_transforms
 from ..layouts.protocol import Layout
-from ..torch_private import forward_ad_level, is_legacy_mapped, is_transformed
+from ..torch_private import is_transformed
 from . import adapters, flops, paged, tree
 from .adapters import Tensors
 from .backend import Backend, BackwardInputs, Gradients
@@ -28,11 +27,6 @@ from .custom_ops import arguments_of
 from .mods import frozen
 from .registry import number_of
 from .relative import RelativeBias
-
-_NOT_SUPPORTED = (
-    "is not supported by kernels, which have first derivatives of one call only: pass backend='reference', or run it "
-    "in nta.use_backend('reference'). It consists of differentiable operations."
-)
 
 
 def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Call, mode: str) -> tuple[Tensor, Tensor]:
@@ -48,34 +42,29 @@ def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Ca
     Returns:
         out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
     """
-    needs_grad = call.spec.needs_grad or forward_ad_level() >= 0
     if isinstance(backend, Backend) and backend.differentiable and not call.spec.paged:
         if call.spec.tree:
             tensors, call = tree.with_copied_keys(tensors, call)
         out, lse = adapters.differentiable_forward(backend, tensors, call)
-    elif call.spec.dropout_p and not is_compiling() and is_transformed() and any(map(is_in_vmap, tensors)):
-        raise NotImplementedError(f"dropout in torch.vmap {_NOT_SUPPORTED}")
-    elif mode == EAGER and not needs_grad and isinstance(backend, Backend) and not (call.spec.paged or call.spec.tree):
-        out, lse, _ = adapters.forward(backend, tensors, call)
-    elif not needs_grad or call.spec.paged:
-        out, lse, *_ = Kernel(backend).forward(tensors, call)
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks, call.layout)
+    if mode != EAGER:
+        refuse_transforms()
+    if call.spec.needs_grad and not call.spec.paged:
+        out, lse, *_ = _run_with_gradients(backend, tensors, call, mode)
     else:
-        out, lse, *_ = _run_with_gradients(Kernel(backend), tensors, call)
+        out, lse, *_ = Kernel(backend, mode == EAGER).forward(tensors, call)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks, call.layout)
 
 
-def _run_with_gradients(kernel: Kernel, tensors: Tensors, call: Call) -> tuple[Any, ...]:
-    relative = _relative_tensors(call)
-    if forward_ad_level() >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *relative)):
-        # Not in `_Attention.jvp`: torch.compile supports no autograd function that has one.
-        raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
-    in_transform = is_transformed()
-    if is_tracing() and not in_transform:  # in a graph, the custom operator itself is differentiable
+def _run_with_gradients(backend: Backend | str, tensors: Tensors, call: Call, mode: str) -> tuple[Any, ...]:
+    kernel, in_transform = Kernel(backend, mode == EAGER), mode != EAGER and is_transformed()
+    if mode == TRACED and not in_transform:  # in a graph, the custom operator itself is differentiable
         return kernel.forward(tensors, call)
-    function = _Attention if in_transform else _EagerAttention
+    relative = _relative_tensors(call)
     call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
     if call.spec.score_mod is not None:  # the backward calls it again
         call = call._replace(spec=replace(call.spec, score_mod=frozen(call.spec.score_mod)))
+    function = _Attention if in_transform else _EagerAttention
     return function.apply(*tensors, (kernel, call), *relative)
 
 
@@ -85,16 +74,20 @@ class Kernel:
 
     It runs as a custom operator if a compiler, dispatch mode or function transform must see it. Otherwise it is called
     directly, which saves 40 µs of host time.
+
+    Attributes:
+        is_eager: Whether it is known that nobody must see the forward. Else it asks.
     """
 
     backend: Backend | str
+    is_eager: bool = False
 
     def forward(self, inputs: Tensors, call: Call, given: Tensor | None = None) -> tuple[Any, ...]:
         """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward.
 
         If the backend can write to `given` (T, H, Dv), that is `out`.
         """
-        if isinstance(self.backend, str) or _is_observed(call, *inputs):
+        if isinstance(self.backend, str) or not (self.is_eager or not _is_observed(call, *inputs)):
             return _operator("forward", call)(*inputs, *arguments_of(call, self._name))
         if call.spec.paged:
             return paged.forward(self.backend, *inputs, call)
@@ -162,9 +155,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         kernel, call = ctx.what
-        if not is_compiling():  # it can't trace the check
-            _refuse_batch(grad)
-            _refuse_batch(grad_lse)
+        refuse_transforms(grad, grad_lse)
         query, key, value, slopes, *rest = ctx.saved_tensors
         relative, (out, lse, state, *more) = _split_relative(call, rest)
         call = as_in_forward(call, slopes)
@@ -179,16 +170,6 @@ class _Attention(torch.autograd.Function):
             return (*grads, None)
         of_biases = grads[3:] or (None,) * (len(relative) - 1)
         return (*grads[:3], None, None, *of_biases)
-
-    @staticmethod
-    def vmap(*_: Any) -> Any:
-        raise NotImplementedError(f"torch.vmap of a call that needs gradients, as in vmap(grad(...)), {_NOT_SUPPORTED}")
-
-
-def _refuse_batch(grad: Tensor | None) -> None:
-    """Raise an error for a gradient of `torch.autograd.grad(is_grads_batched=True)`."""
-    if grad is not None and is_legacy_mapped(grad):
-        raise NotImplementedError(f"is_grads_batched=True (a batch of gradients) {_NOT_SUPPORTED}")
 
 
 class _Gradients(torch.autograd.Function):
@@ -206,12 +187,11 @@ class _Gradients(torch.autograd.Function):
         """Saves nothing."""
 
     @staticmethod
-    def vmap(*_: Any) -> Any:
-        raise NotImplementedError(f"torch.vmap of gradients, as in torch.func.jacrev, {_NOT_SUPPORTED}")
-
-    @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, ...]:
-        raise RuntimeError(f"trying to differentiate twice {_NOT_SUPPORTED}")
+        raise RuntimeError(
+            "trying to differentiate twice, but kernels have first derivatives only: pass backend='reference', or run "
+            "it in nta.use_backend('reference'), which consists of PyTorch's own operators."
+        )
 
 
 class _EagerAttention(_Attention):

@@ -330,7 +330,7 @@ class Options(TypedDict, total=False):
 _FIELDS = {field.name: field for field in dataclasses.fields(AttentionSpec)}
 # The keyword arguments that `varlen_attention` passes on to kernels.
 OPTIONS: dict[str, Option] = {name: field.metadata["option"] for name, field in _FIELDS.items() if field.metadata}
-_OTHER_ARGUMENTS = ("layout", "key_layout", "sinks", "alibi_slopes", "relative", "return_lse", "backend", "exchange")
+_OTHER_ARGUMENTS = ("layout", "key_layout", "sinks", "alibi_slopes", "relative", "return_lse", "backend")
 # 0 stands for 0.0: torch.compile makes inputs of floats in a dictionary, which checkpoints in a graph can't read.
 _DEFAULTS = {name: 0 if isinstance(option.default, float) else option.default for name, option in OPTIONS.items()}
 _WITH_FEATURE = {name: option for name, option in OPTIONS.items() if option.feature}

@@ -29,7 +29,7 @@ from .adapters import Tensors
 from .backend import BackwardInputs
 from .call import OPTIONS, SCHEMA, AttentionSpec, Call, PreparedRuns, check_slopes, from_schema, schema_values
 from .relative import TERMS, RelativeBias, check_relative, check_type
-from .select import Choice, select_again, select_in_operator, selection_key
+from .select import select_again, select_in_operator, selection_key
 
 _T = TypeVar("_T")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes"
@@ -165,9 +165,9 @@ def _paged_call(arguments: Any) -> Call:
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results in `_RESULTS`.
 
-    `selected` () int64, on the CPU, is the number of the backend, so that the backward runs on the same one. Its storage
-    has the layouts, which the caller may free before the backward. With
-    bounds it is empty, because a CUDA graph has no tensors on the CPU. The backward then selects by the same arguments.
+    `selected` () int64, on the CPU, is the number of the backend, so that the backward runs on the same one. Its
+    storage has the layouts, which the caller may free before the backward. With bounds it is empty, because a CUDA
+    graph has no tensors on the CPU. The backward then selects by the same arguments.
     """
     arguments = Arguments(*given)
     query, key, value = inputs = Tensors(*arguments[:3])
@@ -196,9 +196,8 @@ def _backward(*given: Any) -> _Gradients:
         call, choice = _cached_call(arguments, (), lambda call: select_in_operator(call, arguments.backend))
     else:
         number = int(selected)
-        since = ("backward", number, registry.state.version)
         layouts = owner_of(selected)  # None if the tensor was copied
-        call, choice = _cached_call(arguments, since, lambda call: select_again(call, number), layouts)
+        call, choice = _cached_call(arguments, ("backward", number), lambda call: select_again(call, number), layouts)
     call = call._replace(head_dims=choice.head_dims, is_direct=choice.is_direct)
     query, key, value, *of_biases = adapters.backward(choice.backend, saved, inputs, call)
     return query, key, value, of_biases

@@ -5,15 +5,17 @@ Only this file lists the backends. To add one to the package, write its file and
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import threading
-from types import TracebackType
-from typing import NamedTuple
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from . import split_kv, support, token_tiled
-from .backend import Backend, HeadDims
+from .backend import Backend, BackwardInputs
 from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
-from .checked import checked
+from .call import Call
 
 BACKENDS: dict[str, Backend] = {
     module.BACKEND.name: module.BACKEND
@@ -22,31 +24,10 @@ BACKENDS: dict[str, Backend] = {
         *(cpu, reference),
     )
 }
-_RESERVED = ("auto", *BACKENDS)
-
-
-class Registered(NamedTuple):
-    """A backend that was registered, and the number of its registration, which is never used again."""
-
-    number: int
-    backend: Backend
-
-
-class _Registrations(NamedTuple):
-    """What is registered. It is replaced and never changed, so that threads can read it without a lock.
-
-    Attributes:
-        version: The number of registrations and removals until now.
-        registered: By name.
-    """
-
-    version: int
-    registered: dict[str, Registered]
-
-
-state = _Registrations(0, {})  # its version is a part of cache keys
+registered: tuple[Backend, ...] = ()  # replaced and never changed, so that threads can read it; a part of cache keys
+# The forward of a graph returns the index of its backend in this list, from which none is removed.
+_numbered: list[Backend] = []
 _lock = threading.Lock()
-_numbers = itertools.count(1)
 
 
 class BackendHandle:
@@ -58,26 +39,19 @@ class BackendHandle:
 
     __module__ = "nt_attention"
 
-    def __init__(self, backend: Backend, number: int) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._number = number
 
     def remove(self) -> None:
         """Take the backend back. Later calls of `remove` do nothing. Calls that are running are not interrupted."""
-        global state
-        name = self.backend.name
+        global registered
         with _lock:
-            registered = dict(state.registered)
-            if name in registered and registered[name].number == self._number:
-                del registered[name]
-                state = _Registrations(state.version + 1, registered)
+            registered = tuple([x for x in registered if x is not self.backend])
 
     def __enter__(self) -> BackendHandle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -92,7 +66,7 @@ def register_backend(backend: Backend) -> BackendHandle:
     GPU for which the support of our backends was verified. The registration holds for the process, in all threads.
 
     A compiled graph refers to a backend by its name. It raises an error if the backend was removed. A call raises a
-    ValueError if the backend returns a tensor of another shape, dtype or device than `Backend` says.
+    ValueError if `forward` or `backward` returns a tensor of another shape or dtype than `Backend` says.
 
     Args:
         backend: The description of the backend. `name` must be an ASCII identifier that no other backend has.
@@ -118,74 +92,56 @@ def register_backend(backend: Backend) -> BackendHandle:
         >>> "mine" in nta.available_backends()
         False
     """
-    global state
-    _check(backend)
-    name = backend.name
-    with _lock:
-        if name in state.registered:
-            raise ValueError(
-                f"a backend {name!r} is already registered: pass a backend with another name, or remove that one "
-                "first, with remove() of its handle."
-            )
-        support.support_as_documented(name)
-        added = Registered(next(_numbers), checked(backend))
-        state = _Registrations(state.version + 1, {**state.registered, name: added})
-    return BackendHandle(backend, added.number)
-
-
-def _check(backend: object) -> None:
+    global registered
     if not isinstance(backend, Backend):
         raise TypeError(f"backend must be a nt_attention.Backend, got {type(backend).__name__}: {backend!r}.")
     name = backend.name
-    kinds = {"features": frozenset, "dtypes": tuple | None, "head_dims": HeadDims, "min_capability": tuple}
-    for field, kind in kinds.items():
-        if not isinstance(getattr(backend, field), kind):
-            raise TypeError(f"{field} of the backend {name!r} must be {kind}, got {getattr(backend, field)!r}.")
-    for field in ("missing", "forward", "refuses"):
-        if not callable(getattr(backend, field)):
-            raise TypeError(f"{field} of the backend {name!r} must be a function, got {getattr(backend, field)!r}.")
-    if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
+    if not isinstance(name, str) or not (name.isascii() and name.isidentifier()) or name in ("auto", *backends()):
         raise ValueError(
-            f"the name of a backend must be an identifier of ASCII letters, digits and underscores, such as "
-            f"'my_kernel', got {name!r}."
+            f"the name of a backend must be an identifier of ASCII letters, digits and underscores that is not used "
+            f"yet, such as 'my_kernel', got {name!r}: pass another name, or first remove the backend that has it."
         )
-    if name in _RESERVED:
-        names = ", ".join(map(repr, _RESERVED))
-        raise ValueError(f"the name {name!r} is used by this library: pass another name than {names}.")
+    support.as_documented.add(name)
+    added = _checked(backend)
+    with _lock:
+        registered = (*registered, added)
+    return BackendHandle(added)
+
+
+def _checked(backend: Backend) -> Backend:
+    """The backend, whose forward and backward raise a ValueError if they return other shapes or dtypes."""
+
+    def check(results: Any, *wanted: tuple[Any, torch.dtype]) -> Any:
+        found = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in results]
+        if found[: len(wanted)] != list(wanted):
+            raise ValueError(f"the backend {backend.name!r} must return tensors of {list(wanted)}, got {found}.")
+        return results
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, **more: Any) -> Any:
+        out, lse = (*q.shape[:2], v.shape[2]), q.shape[:2]
+        results = backend.forward(q, k, v, call, **more)
+        return check(results, (out, q.dtype), (lse, torch.promote_types(q.dtype, torch.float32)))
+
+    def backward(saved: BackwardInputs, *inputs: Any, **more: Any) -> Any:
+        assert backend.backward is not None
+        return check(backend.backward(saved, *inputs, **more), *[(x.shape, x.dtype) for x in inputs[:3]])
+
+    return dataclasses.replace(backend, forward=forward, backward=backend.backward and backward)
 
 
 def backends() -> dict[str, Backend]:
     """All backends by name: our own, then those that are registered."""
-    return {**BACKENDS, **{name: each.backend for name, each in state.registered.items()}}
-
-
-def is_backend(name: str) -> bool:
-    """Whether a backend of this name exists now."""
-    return name in BACKENDS or name in state.registered
+    return {**BACKENDS, **{backend.name: backend for backend in registered}}
 
 
 def number_of(backend: Backend) -> int:
-    """The number of a backend for `find_by_number`: the index of our own, and a negative number of a registered one."""
-    for each in state.registered.values():
-        if each.backend is backend:
-            return -each.number
-    for index, own in enumerate(BACKENDS.values()):
-        if own is backend:
-            return index
-    raise ValueError(f"{backend.name!r} was removed while this call selected it.")
+    """The number of a backend for `find_by_number`."""
+    with _lock:
+        if backend not in _numbered:
+            _numbered.append(backend)
+        return _numbered.index(backend)
 
 
 def find_by_number(number: int) -> Backend:
-    """The backend to which `number_of` gave this number.
-
-    Raises:
-        ValueError: It was removed.
-    """
-    if number >= 0:
-        return list(BACKENDS.values())[number]
-    for each in state.registered.values():
-        if each.number == -number:
-            return each.backend
-    raise ValueError(
-        "the backend that computed this forward was removed: keep a backend registered until the backward has run."
-    )
+    """The backend to which `number_of` gave this number, also if it was removed."""
+    return _numbered[number]

@@ -273,8 +273,8 @@ def select_again(call: Call, number: int) -> Choice:
     """The backend with this number, which `select_in_operator` has selected for the forward.
 
     Raises:
-        ValueError: It was removed, or it cannot run this call, for example because a graph that was recorded without
-            gradients selected a backend that only supports the forward.
+        ValueError: It cannot run this call, for example because a graph that was recorded without gradients selected a
+            backend that only supports the forward.
     """
     backend = registry.find_by_number(number)
     if not _can_run(backend, call.spec):
@@ -286,7 +286,7 @@ def select_again(call: Call, number: int) -> Choice:
 def selection_key(backend: str) -> tuple[object, ...]:
     """Everything besides the call on which `choose` depends, as a part of a cache key."""
     settings = support.uses_results.get(), _ignores_requests.get(), current_flash_attention_impl()
-    return _resolve(backend), registry.state.version, *settings
+    return _resolve(backend), registry.registered, *settings
 
 
 def available_backends() -> dict[str, str | None]:
@@ -363,24 +363,26 @@ def check_backend_name(backend: str, source: str = "") -> None:
     Raises:
         ValueError: There is none.
     """
-    if not isinstance(backend, str) or (backend != "auto" and not registry.is_backend(backend)):
+    # Our own names first: a graph that has one must not depend on what is registered.
+    is_own = isinstance(backend, str) and (backend == "auto" or backend in BACKENDS)
+    if not is_own and not (isinstance(backend, str) and backend in registry.backends()):
         names = ", ".join(map(repr, registry.backends()))
         raise ValueError(f"{source}there is no backend {backend!r}: pass 'auto' or one of {names}.")
 
 
-_cached: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # holds the backend, so its id stays unique
+_cached: dict[tuple[object, ...], bool] = {}
 
 
 def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
     """Whether `_reasons` is empty; cached for all batches with the same spec."""
     if spec.has_mods:  # a cache would keep these functions alive
         return not _reasons(backend, spec)
-    key = (id(backend), spec, support.uses_results.get(), current_flash_attention_impl())
+    key = (backend, spec, support.uses_results.get(), current_flash_attention_impl())
     if (found := _cached.get(key)) is None:
         if len(_cached) > 4096:
             _cached.clear()
-        found = _cached[key] = (backend, not _reasons(backend, spec))
-    return found[1]
+        found = _cached[key] = not _reasons(backend, spec)
+    return found
 
 
 def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:

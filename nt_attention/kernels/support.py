@@ -1,8 +1,8 @@
 """Verified support: what each backend computes correctly on a GPU.
 
-`python -m nt_attention check --save` (`cli/check.py`) verifies the backends and writes one file for each compute
-capability, such as `verified/sm90.json`. On these GPUs only verified calls are supported. On other devices a backend
-supports what its own file declares. `explain` prints which of the two applies.
+`tools/verify_backends.py --save` verifies the backends and writes one file for each compute capability, such as
+`verified/sm90.json`. On these GPUs only verified calls are supported. On other devices a backend supports what its own
+file declares. `explain` prints which of the two applies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .call import AttentionSpec
 from .measurements import dims_of
 
 uses_results: ContextVar[bool] = ContextVar("nt_attention_verified_support", default=True)
-_as_documented: set[str] = set()
+as_documented: set[str] = set()  # registered backends, which support what they document, also on verified GPUs
 BY_HEAD_DIMS = frozenset({"value dim"})  # features that are verified as pairs of head dims, such as "192/128"
 
 
@@ -79,9 +79,9 @@ class VerifiedSupport:
 
     def reasons(self, backend: Backend, spec: AttentionSpec) -> list[str]:
         """Why a call is not verified, if the documentation supports it; empty if it is verified."""
-        source = f"on {self.gpu} by `python -m nt_attention check`"
+        source = f"on {self.gpu} by `tools/verify_backends.py`"
         if backend.name not in self.results:
-            advice = "pass another backend, or run that command with --save where this one is installed."
+            advice = "pass another backend, or run that program with --save where this one is installed."
             return [f"this backend was not run {source}: {advice}"]
         if not self._of(backend, spec):
             return [f"{spec.dtype} is not verified {source}: cast the inputs, or pass another backend."]
@@ -108,17 +108,9 @@ def verified_on(capability: tuple[int, int]) -> VerifiedSupport | None:
     return VerifiedSupport(table["gpu"], table["versions"], table["results"])
 
 
-def support_as_documented(name: str) -> None:
-    """Let the backends of this name support what they document, also on verified GPUs. For backends of others.
-
-    It holds after the backend was removed, because a backward may still run.
-    """
-    _as_documented.add(name)
-
-
 def _verified(backend: Backend, device: torch.device) -> VerifiedSupport | None:
     """`verified_for` this backend."""
-    return None if backend.is_reference or backend.name in _as_documented else verified_for(device)
+    return None if backend.is_reference or backend.name in as_documented else verified_for(device)
 
 
 def verified_for(device: torch.device) -> VerifiedSupport | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..compiler import CapturedGraph, captured_graph, check_readable, is_replayed, refuse_jit_trace
+from ..compiler import CapturedGraph, captured_graph, check_readable, is_replayed, refuse_tracers
 from ..torch_private import version_of
 from .protocol import Layout
 from .protocol import LengthsUnknownError as LengthsUnknownError
@@ -245,7 +245,7 @@ class BoundedLayout(Layout):
         return values.masked_fill(~self.valid.are_valid, torch.nan) if values.is_floating_point() else values
 
     def _check_usable(self, tensor: Tensor, name: str) -> None:
-        refuse_jit_trace()
+        refuse_tracers()
         self.check_device(tensor, name)
         self.check_unchanged("this layout")
 

@@ -5,7 +5,6 @@ Dimensions: B sequences, T tokens in the whole batch, L positions in a padded ro
 
 from __future__ import annotations
 
-import importlib
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compiler import check_readable, is_compiling, is_traced, is_tracing, outside_of_graphs, refuse_jit_trace
+from ..compiler import check_readable, is_compiling, is_traced, is_tracing, outside_of_graphs, refuse_tracers
 from ..operators import define
 from ..torch_private import is_transformed
 from . import nested as nested_tensors
 from .bounded import BoundedLayout
 from .nested import Unwrapped
-from .protocol import Layout
+from .protocol import Layout, Sharded
 from .reading import (
     Cache,
     cache_with,
@@ -191,9 +190,10 @@ class SequenceLayout(Layout):
 
         The first call with a tensor syncs with its device once. Later calls with the same tensor need no sync. The
         layout has a copy of the offsets. So an in-place change of `offsets` does not change it: it keeps the old
-        lengths, also in a backward, and the next call reads the new ones. On a GPU, writes to `offsets.data` are not detected, because PyTorch does not record them.
+        lengths, also in a backward, and the next call reads the new ones. On a GPU, writes to `offsets.data` are not
+        detected, because PyTorch does not record them.
 
-        Under torch.compile, torch.export and make_fx, the lengths are not read while the graph is traced. They are read
+        Under torch.compile and torch.export, the lengths are not read while the graph is traced. They are read
         when the graph runs.
 
         With both bounds, offsets on a GPU are never read by the host. Such a call can be captured in a CUDA graph, and
@@ -223,7 +223,7 @@ class SequenceLayout(Layout):
             >>> nta.SequenceLayout.from_offsets(torch.tensor([0, 2, 2, 5])).lengths
             tensor([2, 0, 3])
         """
-        refuse_jit_trace()
+        refuse_tracers()
         if max_tokens is not None and max_seqlen is None:
             raise ValueError(f"max_tokens={max_tokens} needs max_seqlen, the bound of the longest sequence.")
         if max_seqlen is not None and max_tokens is not None and isinstance(offsets, Tensor) and not offsets.is_cpu:
@@ -301,7 +301,7 @@ class SequenceLayout(Layout):
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).offsets
             tensor([0, 2, 2, 5])
         """
-        refuse_jit_trace()
+        refuse_tracers()
         if isinstance(lengths, Tensor):
             check_readable(lengths, "lengths")
         with creating_cached_tensors():
@@ -730,15 +730,14 @@ class SequenceLayout(Layout):
             tensor([0, 1, 2, 3, 4])
             >>> torch.distributed.destroy_process_group()
         """
-        distributed = importlib.import_module("nt_attention.distributed")  # on first use: its import takes long
-        return distributed.ShardedLayout(self, mesh, is_causal=is_causal, window_size=window_size)
+        return Sharded.divide(self, mesh, is_causal=is_causal, window_size=window_size)
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
         return values if values.shape[0] == self.total else fill_rows_from(self.total, values, value)
 
     def _check_usable(self, tensor: object, name: str) -> None:
         """Check that `tensor` is a plain tensor on this layout's device."""
-        refuse_jit_trace()
+        refuse_tracers()
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
         if tensor.is_nested:

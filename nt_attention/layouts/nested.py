@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compiler import is_compiling, is_tracing, refuse_jit_trace
+from ..compiler import is_compiling, refuse_tracers
 from ..torch_private import (
     NestedTensor,
     extremes_in_graph,
@@ -71,15 +71,13 @@ def take_apart(make: Any, for_weights: bool, named: dict[str, Tensor]) -> tuple[
         named: the NestedTensors, each as the keyword argument that error messages should name.
 
     Raises:
-        ValueError: the ragged dimension is not 1 or 2, sequences overlap, or make_fx is tracing.
+        ValueError: the ragged dimension is not 1 or 2, sequences overlap.
         TypeError: a NestedTensor is strided in torch.compile.
-        RuntimeError: torch.jit.trace is tracing.
+        RuntimeError: torch.jit.trace or make_fx is tracing.
     """
-    refuse_jit_trace()
+    refuse_tracers()
     if is_compiling():
         return _unwrap_in_graph(make, named)
-    if is_tracing():
-        raise ValueError("make_fx can't trace NestedTensors: pass packed tensors and offsets to the traced function.")
     with _no_torch_function():
         jagged = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
         may_save = for_weights or any(x.requires_grad for x in jagged.values())

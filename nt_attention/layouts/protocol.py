@@ -6,7 +6,7 @@ Dimensions: B sequences, N rows of a packed tensor, T tokens, L positions in a p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,10 +31,20 @@ class LengthsUnknownError(ValueError):
     """
 
 
-class Sharded(Protocol):
-    """The type of a `ShardedLayout` for code that does not import `nt_attention.distributed`."""
+class Sharded:
+    """A batch whose tokens are divided over ranks: the base of `ShardedLayout`, and of what stands for one in a graph.
 
-    is_sharded: ClassVar[bool]
+    `nt_attention.distributed` sets `attend` and `in_graph`, and the package sets `divide`, which imports it.
+
+    Attributes:
+        attend: `varlen_attention` with such a layout.
+        in_graph: handle → what stands for a layout in a graph, which knows its handle only.
+        divide: makes a `ShardedLayout`, for `SequenceLayout.shard`.
+    """
+
+    attend: ClassVar[Callable[..., Any]]
+    in_graph: ClassVar[Callable[[Tensor], Any]]
+    divide: ClassVar[Callable[..., Any]]
 
 
 class Layout:

@@ -1,4 +1,4 @@
-"""Layouts in a graph of torch.compile, torch.export or make_fx. They have offsets, but no lengths.
+"""Layouts in a graph of torch.compile or torch.export. They have offsets, but no lengths.
 
 Dimensions: B sequences, N rows.
 """

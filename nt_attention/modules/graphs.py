@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..graphs.cache import CapturedCalls, is_part_of_a_graph, process_settings, why_not_a_graph
-from ..graphs.capture import Bucket, Computed, Sizes, Work
+from ..graphs.cache import CapturedCalls, is_part_of_a_graph, why_not_a_graph
+from ..graphs.capture import Bucket, Computed, Form, Sizes, Work
 from ..graphs.device import NotCapturedError
 from ..kernels.select import selection_key
 from ..layouts.bounded import BoundedLayout, LengthsUnknownError
@@ -49,28 +49,22 @@ def run_as_graph(
     if is_part_of_a_graph():
         return None
     layouts = list({id(x.layout): x.layout for x in inputs}.values())
-    sides = [next(i for i, layout in enumerate(layouts) if x.layout is layout) for x in inputs]
-    if (reason := _why_not(graphs, module, inputs, layouts)) is None:
-        rows = [max(len(x.values) for x, i in zip(inputs, sides, strict=True) if i == j) for j in range(len(layouts))]
-        sizes = [Sizes(x.batch_size, max(1, x.max_seqlen), count) for x, count in zip(layouts, rows, strict=True)]
+    reason = why_not_a_graph(module, inputs[0].values, graphs.training)
+    if reason is None and not all(layout.knows_lengths and layout.batch_size for layout in layouts):
+        reason = "its layouts know only bounds, or have no sequences"
+    elif reason is None and len({layout.batch_size for layout in layouts}) > 1:
+        reason = "its layouts have different numbers of sequences"
+    elif reason is None and not all(len(x.values) for x in inputs):
+        reason = "the batch has no tokens"
+    if reason is None:
         try:
-            out: Tensor = graphs.run(_work(module, options, inputs, layouts, sides, function), tuple(sizes))
+            out: Tensor = graphs.run(_work(module, (options, *selection_key("auto")), inputs, layouts, function))
         except NotCapturedError as error:
             reason = str(error)
     graphs.count(reason)
-    return out if reason is None else None
-
-
-def _why_not(
-    graphs: CapturedCalls, module: nn.Module, inputs: Sequence[PackedValues], layouts: list[Layout]
-) -> str | None:
-    if (reason := why_not_a_graph(module, inputs[0].values, graphs.training)) is not None:
-        return reason
-    if not all(layout.knows_lengths and layout.batch_size for layout in layouts):
-        return "its layouts know only bounds, or have no sequences"
-    if len({layout.batch_size for layout in layouts}) > 1:
-        return "its layouts have different numbers of sequences"
-    return None if all(len(x.values) for x in inputs) else "the batch has no tokens"
+    if reason is not None:
+        return None
+    return out if len(out) == len(inputs[0].values) else out[: len(inputs[0].values)]
 
 
 def _work(
@@ -78,33 +72,28 @@ def _work(
     options: Hashable,
     inputs: Sequence[PackedValues],
     layouts: list[Layout],
-    sides: list[int],
     function: Callable[[list[PackedValues]], Tensor],
 ) -> Work:
-    values = {f"values {i}": x.values for i, x in enumerate(inputs)}
-    lengths = {f"lengths {j}": x.cached_lengths for j, x in enumerate(layouts)}
-
-    def shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
-        of_values = {name: (bucket[i].tokens, *x.shape[1:]) for (name, x), i in zip(values.items(), sides, strict=True)}
-        return of_values | {name: (its.sequences,) for name, its in zip(lengths, bucket, strict=True)}
+    sides = [next(i for i, layout in enumerate(layouts) if x.layout is layout) for x in inputs]
+    rows = [max(len(x.values) for x in inputs if x.layout is layout) for layout in layouts]
 
     def run(static: dict[str, Tensor], bucket: Bucket) -> Computed:
-        bounded = [_layout(static[name], its) for name, its in zip(lengths, bucket, strict=True)]
+        bounded = [_layout(static[f"lengths {j}"], its) for j, its in enumerate(bucket)]
         with without_lengths():
-            out = function([PackedValues(static[name], bounded[i]) for name, i in zip(values, sides, strict=True)])
-        return Computed(out, (None,), bounded)
+            out = function([PackedValues(static[f"values {i}"], bounded[side]) for i, side in enumerate(sides)])
+        return Computed(out, [Form("tokens")], bounded)
 
-    form = tuple([(x.dtype, x.shape[1:], x.device, i) for x, i in zip(values.values(), sides, strict=True)])
-    rows = len(inputs[0].values)
+    values = {
+        f"values {i}": (x.values, Form("tokens", side)) for i, (x, side) in enumerate(zip(inputs, sides, strict=True))
+    }
+    tensors = values | {f"lengths {j}": (x.cached_lengths, Form("rows", j)) for j, x in enumerate(layouts)}
     return Work(
         module=module,
-        key=(options, form, *process_settings(inputs[0].values.device), *selection_key("auto")),
-        inputs=values | lengths,
-        shapes=shapes,
-        # rows past the last token would spread NaN to the gradients of weights, if they had NaN of another batch
-        zeroed=frozenset(lengths | values if torch.is_grad_enabled() else lengths),
+        options=options,
+        sizes=tuple([Sizes(x.batch_size, max(1, x.max_seqlen), n) for x, n in zip(layouts, rows, strict=True)]),
+        inputs={name: x for name, (x, _) in tensors.items()},
+        forms={name: form for name, (_, form) in tensors.items()},
         function=run,
-        part=lambda out, form: out[:rows],
     )
 
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler import can_be_read, is_traced, refuse_jit_trace
+from ..compiler import can_be_read, is_traced, refuse_tracers
 from ..kernels.call import MaskMod, ScoreMod
 from ..layouts.known import SequenceLayout, layout_of_padding, unwrap_each
-from ..layouts.protocol import Layout
+from ..layouts.protocol import Layout, Sharded
 from ..torch_private import without_torch_function
 
 _NAMES = ("query", "key", "value")
@@ -173,7 +173,7 @@ def read_inputs(
     """
     in_lists = isinstance(query, (list, tuple))
     if in_lists:
-        refuse_jit_trace()
+        refuse_tracers()
     elif not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if not isinstance(x[1], Tensor))
         raise TypeError(f"query, key and value must be tensors or lists of tensors; {name} is {type(other).__name__}.")
@@ -184,7 +184,7 @@ def read_inputs(
         return _from_dense(tensors, masks, need_weights is not False, embed_dims, num_heads, batch_first)
     if masks.key_padding_mask is not None:
         raise ValueError("ragged inputs have no padding: leave out key_padding_mask.")
-    if getattr(layout, "is_sharded", False):
+    if isinstance(layout, Sharded):
         return _from_sharded(query, key, value, layout, key_layout, masks, need_weights, embed_dims)
     if layout is not None and (in_lists or is_nested):
         forms = "lists of tensors" if in_lists else "NestedTensors"

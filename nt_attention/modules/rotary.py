@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..compiler import is_traced, is_tracing
 from ..layouts.known import SequenceLayout
-from ..layouts.protocol import Layout
+from ..layouts.protocol import Layout, Sharded
 from ..layouts.reading import creating_cached_tensors
 
 # Converts the frequencies (R/2,) to new frequencies, or to a tuple of them and a factor for rotated queries and keys.
@@ -114,7 +114,7 @@ class Rotation:
         dtype = torch.promote_types(x.dtype, torch.float32)
         if isinstance(positions, Tensor):
             return rotate_pairs(x, *self.tables(positions, dtype), interleaved=self.interleaved)
-        is_sharded = getattr(positions, "is_sharded", False)  # its cache is outside of graphs
+        is_sharded = isinstance(positions, Sharded)  # its cache is outside of graphs
         if not is_sharded and (is_tracing() or not isinstance(positions, SequenceLayout)):  # the lengths are unknown
             tables = self.tables(positions.locate_rows(x.shape[0])[1], dtype)
             return rotate_pairs(x, *tables, interleaved=self.interleaved)

@@ -23,21 +23,23 @@ OnFallback = Literal["warn", "raise", "silent"]
 CheckMode = Literal["first", "always", "never"]
 
 
-class _Thread(threading.local):
-    counts = True
+class _Counting(threading.local):
+    """Whether calls of this thread are counted."""
+
+    is_on = True
 
 
-_thread = _Thread()
+_counting = _Counting()
 
 
 @contextmanager
 def counting_nothing() -> Iterator[None]:
     """A context in which calls of this thread are not counted, and give no warnings."""
-    before, _thread.counts = _thread.counts, False
+    before, _counting.is_on = _counting.is_on, False
     try:
         yield
     finally:
-        _thread.counts = before
+        _counting.is_on = before
 
 
 class PrefixCounts:
@@ -61,7 +63,7 @@ class PrefixCounts:
     @outside_of_graphs
     def add(self, reason: str | None, tokens: int = 0, computed: int = 0) -> None:
         """Count a call."""
-        if not _thread.counts:
+        if not _counting.is_on:
             return
         with _lock:
             self.calls[reason] += 1
@@ -124,7 +126,7 @@ class Counts:
 
     def add(self, reason: str | None, positions: int = 0, tokens: int = 0, warns: bool = False) -> bool:
         """Count a call. Returns whether to warn: if `warns`, for the first call with a reason."""
-        if not _thread.counts:
+        if not _counting.is_on:
             return False
         with nullcontext() if is_compiling() else _lock:  # a graph can't hold a lock
             self.calls[reason] += 1
@@ -138,7 +140,7 @@ class Counts:
     @outside_of_graphs
     def note(self, text: str) -> bool:
         """Count a packed call with a note. Returns whether it is the first one with this note."""
-        if not _thread.counts:
+        if not _counting.is_on:
             return False
         with _lock:
             self.notes[text] += 1

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..compiler import is_compiling, needs_one_graph, outside_of_graphs
 from ..layouts.known import unwrap_each
 from ..layouts.nested import Unwrapped
+from ..layouts.protocol import Sharded
 from ..modules.graphs import PackedValues, run_as_graph
 from ..patching.forwards import (
     CONTEXT_PARALLEL,
@@ -425,7 +426,7 @@ def _run(
 @outside_of_graphs  # the host divides the tokens
 def _tokens_of_rank(mesh: Any, tokens: _Tokens, is_causal: bool) -> _Tokens:
     """The tokens of this rank, with a `ShardedLayout`. Those that have one stay as they are."""
-    if getattr(tokens.layout, "is_sharded", False):
+    if isinstance(tokens.layout, Sharded):
         return tokens
     sharded = tokens.layout.shard(mesh, is_causal=is_causal)
     return tokens._replace(values=sharded.local(tokens.values), layout=sharded)

@@ -16,7 +16,6 @@ from oracle import GEOMETRIES, LENGTHS, Problem, assert_same, attention, problem
 from sweeps import sweep_except, sweep_product
 from test_random_calls import lengths, problems
 from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS, case_of, cases_of, check, on_tiles, placed, truth
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import nt_attention as nta
 from nt_attention import RelativeBias, SequenceLayout, varlen_attention
@@ -275,7 +274,7 @@ class TestGradients:
             out, _ = call(case, backend)(**case.arguments(case.inputs))
             return torch.autograd.grad(out.square().sum(), leaf, create_graph=True)[0]
 
-        with pytest.raises(RuntimeError, match=r"differentiate twice .* backend='reference'"):
+        with pytest.raises(RuntimeError, match=r"differentiate twice.* backend='reference'"):
             torch.autograd.grad(gradient("cpu").square().sum(), leaf)
         (second,) = torch.autograd.grad(gradient("reference").square().sum(), leaf)
         assert second.abs().sum() > 0
@@ -369,7 +368,7 @@ class TestGraphs:
         graph = torch.compile(call(case, "cpu"), fullgraph=True, backend="aot_eager")
         assert_same(case.solve(graph), case.truth(), 1e-4)
 
-    def test_export_and_make_fx(self):
+    def test_export(self):
         class Model(torch.nn.Module):
             def __init__(self):
                 super().__init__()
@@ -384,17 +383,6 @@ class TestGraphs:
         other, other_offsets = torch.randn(14, 3, 8), torch.tensor([0, 3, 14])
         exported = torch.export.export(model, (x, offsets)).module()
         torch.testing.assert_close(exported(other, other_offsets), model(other, other_offsets))
-
-        def gradient(bias, x, offsets):
-            bias = bias.detach().requires_grad_()
-            relative = RelativeBias(model.buckets, bias)
-            out = varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets), relative=relative)
-            return torch.autograd.grad(out.square().sum(), bias)[0]
-
-        bias = model.bias.detach()
-        recorded = make_fx(gradient)(bias, x, offsets.clone())
-        assert any("nt_attention" in str(node.target) for node in recorded.graph.nodes)
-        torch.testing.assert_close(recorded(bias, other, other_offsets), gradient(bias, other, other_offsets))
 
     def test_operator_refuses_biases_that_do_not_fit(self):
         x, offsets = torch.randn(14, 3, 8), torch.tensor([0, 5, 14], dtype=torch.int32)

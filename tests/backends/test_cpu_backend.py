@@ -512,13 +512,6 @@ def gradient(x, attend):
         case = Problem([5, 12], options={"score_mod": mod})
         assert_same(case.solve(call(case, "cpu")), case.solve(call(case, "reference")), 1e-9)
 
-    def test_dropout_in_vmap_is_refused(self):
-        x, layout = torch.randn(2, 14, 4, 16), SequenceLayout.from_lengths([5, 9])
-        attend = partial(varlen_attention, layout=layout, dropout_p=0.5)
-        for randomness in ("error", "same", "different"):
-            with pytest.raises(NotImplementedError, match=r"dropout in torch\.vmap is not supported by kernels"):
-                torch.vmap(lambda q: attend(q, x[0], x[1]), randomness=randomness)(x)
-
     def test_mods_in_a_graph_have_the_gradients_of_out_and_lse(self, backends_that_ran):
         options = {"score_mod": lambda score, b, h, q, k: score.tanh() + b, "mask_mod": lambda b, h, q, k: q >= k}
         case = problem("self", "causal", "gqa", lengths=[5, 0, 3], options=options)

@@ -11,7 +11,7 @@ from torch.nn import attention
 from torch.nn import functional as F
 
 import nt_attention as nta
-from nt_attention import torch_registry
+from nt_attention import torch_private, torch_registry
 from nt_attention.kernels.call import AttentionSpec
 from nt_attention.kernels.call_size import CallSize
 from nt_attention.kernels.select import explain_spec
@@ -23,7 +23,7 @@ if not torch_registry.is_supported():  # before torch 2.12
 from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
 
 gpu = pytest.mark.gpu
-OPERATORS = list(FlashOperators().by_name())
+OPERATORS = list(torch_private.FLASH_OPERATORS.values())
 LENGTHS, KEY_LENGTHS = [5, 0, 17, 1], [3, 4, 20, 0]
 
 
@@ -94,25 +94,13 @@ class TestRegistration:
         subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
 
 
-class TestSignatures:
-    @pytest.mark.parametrize("name", OPERATORS)
-    def test_those_of_the_installed_torch(self, name):
-        torch_registry.check_signature(name, FlashOperators().by_name()[name])
-
-    def test_other_arguments_fail_clearly(self):
-        def without_most(query, *, scale=None):
-            pass
-
-        with pytest.raises(RuntimeError, match=r"aten::_flash_attention_forward is .*does not support: call "):
-            torch_registry.check_signature("_flash_attention_forward", without_most)
-        with pytest.raises(RuntimeError, match="aten::_no_operator does not exist in torch"):
-            torch_registry.check_signature("_no_operator", without_most)
-
-    def test_activation_checks_them(self, monkeypatch):
-        monkeypatch.setattr(FlashOperators, "by_name", lambda self: {"_flash_attention_forward": lambda query: None})
-        with pytest.raises(RuntimeError, match="does not support"):
-            attention.activate_flash_attention_impl("nt_attention")
-        assert attention.current_flash_attention_impl() is None
+def test_other_arguments_are_refused_when_it_is_activated(monkeypatch):
+    with pytest.raises(RuntimeError, match="aten::_no_operator does not exist in torch"):
+        torch_registry.check_arguments("_no_operator")
+    monkeypatch.setattr(torch_registry, "_ARGUMENTS", {"query", "key", "value"})
+    with pytest.raises(RuntimeError, match=r"aten::_flash_attention_forward is .*does not support: call "):
+        attention.activate_flash_attention_impl("nt_attention")
+    assert attention.current_flash_attention_impl() is None
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu", "token_tiled"])
@@ -197,7 +185,7 @@ class TestThroughTheDispatcher:
 
     @pytest.fixture(autouse=True)
     def replaced(self):
-        handle = torch_registry.replace_operators(FlashOperators("cpu"), "CPU")
+        handle = torch_registry.activate("cpu", "CPU")
         yield
         handle.remove()
         assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CPU")
@@ -292,7 +280,7 @@ class TestRefused:
             ({"seqused_k": torch.tensor([3, 4]), "key_offsets": None}, "needs cum_seq_k"),
             ({"seqused_k": torch.tensor([3, 4, 0])}, r"lengths must be \(2,\)"),
             ({"alibi_slopes": torch.ones(4)}, "does not support alibi_slopes"),
-            ({"num_splits": 3}, "got num_splits=3: pass None, or 1"),
+            ({"num_splits": 3}, "num_splits=3: pass None, or 1"),
             ({"key_offsets": None}, "cum_seq_k must be the offsets of the keys, got None"),
             ({"num_splits": 1}, "leave batch_invariant at False"),  # of the CPU backend
         ],

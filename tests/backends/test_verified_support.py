@@ -79,7 +79,7 @@ class TestNotSupported:
     def one_reason(self, backend, spec):
         (reason,) = support.reasons(backend, spec)
         assert reason.endswith(".")
-        assert "on an NVIDIA H199 by `python -m nt_attention check`" in reason
+        assert "on an NVIDIA H199 by `tools/verify_backends.py`" in reason
         with by_documentation():
             assert support.reasons(backend, spec) == []
         return reason

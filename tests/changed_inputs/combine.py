@@ -28,7 +28,6 @@ SOME = ("mul_", "copy_", "mul_ of a detached view")
 PACKED = r"/(packed|from_offsets, inside)/self|^VarlenMulti.*(inside|padded)|to_nested/from_offsets"
 COSTLY = {
     "compile aot_eager": r"/(packed|nested|transposed|from_offsets, inside)/self|^VarlenMulti.*(nested|inside)",
-    "make_fx symbolic": f"{PACKED}|nested/self|llama",
     "export": f"{PACKED}|Encoder/padded",
     "export strict": r"/from_offsets, inside/self|^VarlenMulti.*inside",
 }
@@ -74,10 +73,8 @@ def _called_with(entry: Entry, mode: str) -> bool:
         return False
     if how.traced and ("outside" in entry.name or _too_costly(entry, mode)):
         return False
-    if "from_nested, inside" in entry.name and re.search(r"func\.grad|make_fx|jit\.trace", mode):
+    if "from_nested, inside" in entry.name and re.search(r"func\.grad", mode):
         return False  # torch can't make a NestedTensor there
-    if "/transposed/" in entry.name and mode.startswith("make_fx"):
-        return False  # make_fx has no proxies for its sizes: an AttributeError of torch before any call
     return not (entry.outside and how.lengths != "first" and not mode.startswith("compile"))
 
 

@@ -42,24 +42,10 @@ EXCEPTIONS = [
         "docs/reference/hugging_face.md",
     ),
     Documented(
-        r"\| jit\.trace,",
+        r"\| export",
         "trace",
-        r"jit\.trace",
-        "lengths would be constants of the trace",
-        "docs/reference/multihead_attention.md",
-    ),
-    Documented(
-        r"\| (make_fx|export)",
-        "trace",
-        r"^(ValueError|RuntimeError|TypeError): .*(from_offsets|has no values to read|while make_fx is tracing)",
+        r"^(ValueError|RuntimeError|TypeError): .*(from_offsets|has no values to read|while torch.export is tracing)",
         "lengths are read on the host by every constructor but from_offsets",
-        "docs/reference/multihead_attention.md",
-    ),
-    Documented(
-        r"\| vmap of func\.grad \|",
-        "call",
-        r"vmap",
-        "the kernels' autograd function has no vmap rule",
         "docs/reference/multihead_attention.md",
     ),
     Documented(

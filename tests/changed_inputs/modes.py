@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from calls import PassThrough
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -50,17 +49,6 @@ def _compiled(backend: str) -> Callable[..., Function]:
         return compiled
 
     return prepare
-
-
-def _made_fx(tracing_mode: str) -> Callable[..., Function]:
-    def prepare(function: Function, examples: Sequence[Tensor], module: nn.Module | None) -> Function:
-        return make_fx(function, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(*examples)
-
-    return prepare
-
-
-def _jit_traced(function: Function, examples: Sequence[Tensor], module: nn.Module | None) -> Function:
-    return torch.jit.trace(_Program(function, module), tuple(examples))
 
 
 class _Program(nn.Module):
@@ -106,15 +94,8 @@ MODES: dict[str, Mode] = {
     "layout made in inference_mode": Mode(before="layout in inference_mode"),
     "four threads": Mode(through="threads"),
     "func.grad": Mode(through="func.grad", packed_only=True),
-    "vmap": Mode(through="vmap", packed_only=True),
-    "vmap of func.grad": Mode(through="vmap of func.grad", packed_only=True),
-    "jvp": Mode(through="jvp", packed_only=True),
     **_traced("compile eager", _compiled("eager"), ("first", "same total", "other")),
     **_traced("compile aot_eager", _compiled("aot_eager"), ("first", "same total", "other")),
-    **_traced("make_fx real", _made_fx("real"), ("first", "same total")),
-    **_traced("make_fx fake", _made_fx("fake"), ("first", "same total")),
-    **_traced("make_fx symbolic", _made_fx("symbolic"), ("first", "same total", "other")),
-    **_traced("jit.trace", _jit_traced, ("first", "same total")),
     **_traced("export", _exported(False), ("first", "same total", "other")),
     **_traced("export strict", _exported(True), ("first", "other")),
 }

@@ -509,41 +509,9 @@ class ProgramRun:
         grads, outs = torch.func.grad(self.as_function, argnums=which, has_aux=True)(*leaves.values())
         return {**outs, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}}
 
-    def stacked(self) -> dict[str, Tensor]:
-        return {
-            name: torch.stack([x, y])
-            for (name, x), y in zip(self.leaves(0).items(), self.leaves(1).values(), strict=True)
-        }
-
-    def through_vmap(self) -> Results:
-        leaves = {name: x.requires_grad_() for name, x in self.stacked().items()}
-        losses, outs = torch.vmap(self.as_function)(*leaves.values())
-        grads = torch.autograd.grad(losses.sum(), list(leaves.values()))
-        return {**outs, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}}
-
-    def through_vmap_of_func_grad(self) -> Results:
-        leaves = self.stacked()
-        which = tuple(range(len(leaves)))
-        grads, outs = torch.vmap(torch.func.grad(self.as_function, argnums=which, has_aux=True))(*leaves.values())
-        return {**outs, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}}
-
-    def through_jvp(self) -> Results:
-        leaves = self.leaves()
-        tangents = tuple(draw(f"tangent of {name}", x.shape) for name, x in leaves.items())
-        _, slope = torch.func.jvp(lambda *xs: self.as_function(*xs)[0], tuple(leaves.values()), tangents)
-        return {"slope": slope}
-
 
 def wanted(combination: Combination, lengths: Both) -> Results:
-    want = truth(combination, lengths)
-    through = combination.how.through
-    if through.startswith("vmap"):
-        other = truth(combination, lengths, 1)
-        return {name: torch.stack([x, other[name]]) for name, x in want.items()}
-    if through == "jvp":
-        slopes = [(x * draw(f"tangent of {n[2:]}", x.shape)).sum() for n, x in want.items() if n.startswith("d ")]
-        return {"slope": sum(slopes, torch.zeros((), dtype=torch.float64))}
-    return want
+    return truth(combination, lengths)
 
 
 def attempt(combination: Combination, world: str, lengths: Both) -> Outcome:
@@ -636,4 +604,4 @@ def _stock(combination: Combination, way: str) -> Outcome:
 
 
 # NestedTensors ragged in dimension 2 under make_fx: "terminate called … operator aten::sym_size does not exist".
-KILLED_BY = ("make_fx", "export", "jit.trace")
+KILLED_BY = ("export",)

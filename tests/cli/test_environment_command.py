@@ -1,6 +1,5 @@
 """``python -m nt_attention`` without a command, its devices, and packages that are not installed."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -50,8 +49,8 @@ def test_prints_the_environment_variable(monkeypatch, capsys):
 
 def test_imports_no_other_command_and_no_optional_package():
     script = (
-        "import sys, nt_attention.__main__ as m; m.main(['--version']); m.main([]); optional = 'rich', 'transformers'; "
-        "print([n for n in sys.modules if n.startswith('nt_attention.cli.') or n in ('matplotlib', *optional)])"
+        "import sys, nt_attention.__main__ as m; m.main(['--version']); m.main([]); "
+        "print([n for n in sys.modules if n.startswith('nt_attention.cli.') or n == 'transformers'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "['nt_attention.cli.environment']"
@@ -77,15 +76,6 @@ def test_a_closed_pipe_ends_it_quietly(monkeypatch, capfd):
         monkeypatch.setattr(sys, "stdout", out)
         assert run() == 1
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("command", ["bench", "check"])
-def test_a_command_without_rich_names_the_extra(command, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as exit:
-        main([command])
-    assert exit.value.code == 2
-    assert f"{command} needs rich: pip install 'nt-attention[cli]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

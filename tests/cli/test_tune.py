@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +10,8 @@ import torch
 
 from nt_attention import SequenceLayout
 from nt_attention.__main__ import main
-from nt_attention.cli import held_out, timing, tune
-from nt_attention.cli.implementations import CaseInputs, NotSupportedError
-from nt_attention.cli.workloads import CAUSAL, Workload
+from nt_attention.cli import timing, tune
+from nt_attention.cli.calls import CAUSAL, CaseInputs, NotSupportedError, Workload
 from nt_attention.kernels import cost_model, measurements
 from nt_attention.kernels.call import AttentionSpec, Call
 from nt_attention.kernels.call_size import CallSize
@@ -84,7 +82,6 @@ def test_units_are_all_and_the_most_important_come_first():
     assert {dim for dtype, dim, _ in units[:18] if dtype == torch.bfloat16} == {"64", "128"}
     assert [kind for _, _, kind in units[:4]] == ["causal", "causal", "full", "full"]
     assert all(dim not in ("384", "512") for dtype, dim, _ in units if dtype == torch.float32)
-    assert {dim for _, dim, _ in tune.units(["96", "64"])} == {"64", "96"}
 
 
 def test_times_are_at_least_zero_where_a_linear_fit_would_not_be():
@@ -114,18 +111,21 @@ def stubbed(monkeypatch):
     """No kernel runs. A clock returns the times of `NUMBERS`. Returns the calls that were timed."""
     timed = []
 
-    def prepare(name, inputs, backward):
+    def chosen(name, inputs, backward):
         if name not in NUMBERS:
             raise NotSupportedError("not installed")
+
+    def prepare(name, inputs):
         return SimpleNamespace(forward=(name, inputs, False), both=(name, inputs, True))
 
     def clock(call, repeats, seconds):
         name, inputs, backward = call
         timed.append((name, inputs, backward))
-        row = inputs.counts(backward)
+        row = tune.counts(inputs, backward)
         return (3 if backward else 1) * sum(a * b for a, b in zip(NUMBERS[name], row, strict=True)) / 1000
 
-    monkeypatch.setattr(tune, "backend", prepare)
+    monkeypatch.setattr(tune, "chosen", chosen)
+    monkeypatch.setattr(tune, "attention", prepare)
     monkeypatch.setattr(timing, "device_ms", clock)
     monkeypatch.setattr(tune, "GRID", SMALL_GRID)
     monkeypatch.setattr(tune, "FEW_QUERIES", SMALL_FEW)
@@ -150,19 +150,20 @@ def gpu(monkeypatch, tmp_path):
         cache.cache_clear()
 
 
-def run(header, file, units, seconds=1e9, rows=None):
-    tune.tune(header, file, [(torch.bfloat16, *unit) for unit in units], seconds, CPU, rows)
+@pytest.fixture
+def run(monkeypatch):
+    def run(header, file, units, seconds=1e9):
+        monkeypatch.setattr(tune, "units", lambda: [(torch.bfloat16, *unit) for unit in units])
+        tune.tune(header, tune.read_file(file, "NVIDIA H199"), file, seconds, CPU)
+
+    return run
 
 
-def test_auto_reads_the_file_that_was_written(stubbed, gpu, tmp_path, capsys):
+def test_auto_reads_the_file_that_was_written(run, stubbed, gpu, tmp_path, capsys):
     file = measurements.user_file("NVIDIA H199")
     file.parent.mkdir()
-    run(gpu, file, [("64", "causal"), ("64", cost_model.FEW_QUERIES)], rows=tmp_path / "rows.json")
+    run(gpu, file, [("64", "causal"), ("64", cost_model.FEW_QUERIES)])
     assert f"saved in {file}" in capsys.readouterr().out
-    assert json.loads((tmp_path / "rows.json").read_text()).keys() == {
-        *(f"16-bit {d} causal 64 {n}" for d in ("forward", "both") for n in NUMBERS if n != "split_kv"),
-        *(f"16-bit forward few queries 64 {n}" for n in NUMBERS),
-    }
     spec = AttentionSpec(torch.device("cuda"), torch.bfloat16, 8, 2, 64, 64, 0.125, is_causal=True)
     for needs_grad, size in itertools.product(
         (False, True), (CallSize(500, 9e3, 1e5, 40, 40), CallSize(1, 4e3, 8e6, 4e3, 4e3))
@@ -185,14 +186,14 @@ def test_auto_reads_the_file_that_was_written(stubbed, gpu, tmp_path, capsys):
     assert cost_model.costs_of(other, size).about.startswith("estimated for this GPU from ")
 
 
-def test_sinks_are_measured_with_gradients_alone(stubbed, gpu, tmp_path):
+def test_sinks_are_measured_with_gradients_alone(run, stubbed, gpu, tmp_path):
     run(gpu, tmp_path / "file.json", [("64", "sinks")])
     assert {backward for _, _, backward in stubbed} == {True}
     assert all(inputs.options["sinks"].shape == (inputs.qkv[0].shape[1],) for _, inputs, _ in stubbed)
     assert json.loads((tmp_path / "file.json").read_text())["costs"]["16-bit"].keys() == {"both"}
 
 
-def test_numbers_of_other_runs_are_kept_and_those_of_a_unit_replaced(stubbed, gpu, tmp_path, monkeypatch):
+def test_numbers_of_other_runs_are_kept_and_those_of_a_unit_replaced(run, stubbed, gpu, tmp_path, monkeypatch):
     file = tmp_path / "file.json"
     run(gpu, file, [("64", "causal"), ("128", "full")])
     first = json.loads(file.read_text())["costs"]["16-bit"]["forward"]
@@ -208,15 +209,13 @@ def test_numbers_of_other_runs_are_kept_and_those_of_a_unit_replaced(stubbed, gp
     }
 
 
-def test_run_ends_when_the_time_is_over(stubbed, gpu, tmp_path, capsys):
+def test_run_ends_when_the_time_is_over(run, stubbed, gpu, tmp_path, capsys):
     run(gpu, tmp_path / "file.json", [("64", "causal"), ("128", "causal"), ("96", "full")], seconds=0)
-    assert (
-        "the time is over; not measured, or not every kind: head dims 16-bit 128, 16-bit 96" in capsys.readouterr().out
-    )
+    assert "the time is over before causal calls of head dims 128 in 16-bit" in capsys.readouterr().out
     assert json.loads((tmp_path / "file.json").read_text())["costs"]["16-bit"]["both"]["causal"].keys() == {"64"}
 
 
-def test_kernel_that_fails_is_left_out(stubbed, gpu, tmp_path, monkeypatch, capsys):
+def test_kernel_that_fails_is_left_out(run, stubbed, gpu, tmp_path, monkeypatch, capsys):
     clock = timing.device_ms
 
     def failing(call, repeats, seconds):
@@ -233,24 +232,22 @@ def test_kernel_that_fails_is_left_out(stubbed, gpu, tmp_path, monkeypatch, caps
 
 def test_file_of_another_gpu_is_not_changed(tmp_path):
     file = tmp_path / "nvidia_h200.json"
-    tune.check_file(file, "NVIDIA H200")
+    tune.read_file(file, "NVIDIA H200")
     file.write_text(json.dumps({"gpu": "NVIDIA H200"}))
-    tune.check_file(file, "NVIDIA H200")
+    tune.read_file(file, "NVIDIA H200")
     with pytest.raises(ValueError, match="has times of NVIDIA H200, and this GPU is NVIDIA H199: pass another file"):
-        tune.check_file(file, "NVIDIA H199")
+        tune.read_file(file, "NVIDIA H199")
     for text in ("{", "[]", "{}"):
         file.write_text(text)
         with pytest.raises(ValueError, match="can't be read: delete it"):
-            tune.check_file(file, "NVIDIA H200")
+            tune.read_file(file, "NVIDIA H200")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "tune is for a GPU"),
-        (["--minutes", "0"], "must be a number of minutes > 0"),
-        (["--head-dims", "65"], "invalid choice: '65'"),
-        (["--held-out", "0"], "must be an integer ≥ 1"),
+        (["--minutes", "two"], "invalid float value: 'two'"),
     ],
 )
 def test_arguments_that_are_refused(arguments, message, capsys):
@@ -259,69 +256,10 @@ def test_arguments_that_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-class TestHeldOut:
-    def test_drawn_batches_are_the_same_for_a_seed_and_bounded(self):
-        def drawn(seed):
-            source = random.Random(seed)
-            return [held_out.draw(source) for _ in range(60)]
-
-        assert drawn(0) == drawn(0) != drawn(1)
-        kinds = set()
-        for workload in drawn(0):
-            spec, size = spec_and_size(workload, torch.bfloat16, False)
-            kinds.add(kind_of(spec, size))
-            assert size.pairs * workload.heads * workload.head_dim <= 3 * held_out.MOST_PRODUCTS
-            assert workload.heads % workload.kv_heads == 0
-        assert {"full", "causal", "few queries", "nonlinear", "window behind", "narrow window behind"} <= kinds
-
-    @pytest.fixture
-    def small(self, monkeypatch):
-        """A small batch on the CPU, on which two backends run."""
-        monkeypatch.setattr(held_out, "LEFT_OUT", BACKENDS.keys() - {"cpu", "reference"})
-        workload = Workload("drawn", "a small batch", (5, 17), 4, 2, 16, CAUSAL)
-        monkeypatch.setattr(held_out, "draw", lambda source: workload)
-        compare = held_out.compare
-        monkeypatch.setattr(held_out, "compare", lambda workload, device: compare(workload, CPU, torch.float32))
-
-    def test_ratios_and_the_worst_batches(self, small, monkeypatch, tmp_path, capsys):
-        ran, times = [], iter([1.0, 1.5, 1.2, 4.0, 1.0, 1.0])  # of auto
-
-        def by_turns(functions, rounds, seconds):
-            for function in functions.values():
-                function()
-            ran.append(sorted(functions))
-            return {"cpu": next(times), "reference": 1.0}
-
-        monkeypatch.setattr(timing, "device_ms_by_turns", by_turns)
-        monkeypatch.setattr(timing, "host_us", lambda function: 1100.0)
-        options = SimpleNamespace(held_out=3, seed=7, minutes=None, rows=tmp_path / "rows.json")
-        assert held_out.main(options, CPU) == 0
-        assert ran == [["cpu", "reference"]] * 6
-        out = capsys.readouterr().out
-        assert "forward, device            3 batches: median 1.000, 90 % at most 1.200, largest 1.200" in out
-        assert "forward, device or host    3 batches: median 1.000, 90 % at most 1.091, largest 1.091" in out
-        assert "both, device               3 batches: median 1.500, 90 % at most 4.000, largest 4.000" in out
-        assert "both, device or host       3 batches: median 1.364, 90 % at most 3.636, largest 3.636" in out
-        worst = out.partition("the worst:\n")[2].splitlines()
-        assert [line[:13] for line in worst[:3]] == ["4.00 (3.64)  ", "1.50 (1.36)  ", "1.20 (1.09)  "]
-        ms = "reference 1.000 (host 1.100), cpu 4.000 (host 1.100)"
-        assert worst[0] == f"4.00 (3.64)  both     a small batch; auto is cpu; ms: {ms}"
-        rows = json.loads((tmp_path / "rows.json").read_text())
-        assert [row["times"]["cpu"] for row in rows] == [1.0, 1.5, 1.2, 4.0, 1.0, 1.0]
-        assert len(rows[0]["counts"]) == 6
-
-    def test_held_out_ends_when_the_time_is_over(self, small, monkeypatch, capsys):
-        monkeypatch.setattr(timing, "host_us", lambda function: 1.0)
-        monkeypatch.setattr(timing, "device_ms_by_turns", lambda functions, *_: dict.fromkeys(functions, 1.0))
-        options = SimpleNamespace(held_out=3, seed=7, minutes=1e-9, rows=None)
-        held_out.main(options, CPU)
-        assert "the time is over after 0 of 3 batches" in capsys.readouterr().out
-
-
 def test_counts_of_inputs_are_those_of_the_call():
     workload = Workload("", "", (5, 17), 4, 2, 16, CAUSAL)
     inputs = CaseInputs.random(workload, CPU, torch.float32)
-    assert inputs.counts(True) == pytest.approx((1.0, 0.008, 4e-3 * 22, 4e-6 * (15 + 153), 17e-3, 0.004))
+    assert tune.counts(inputs, True) == pytest.approx((1.0, 0.008, 4e-3 * 22, 4e-6 * (15 + 153), 17e-3, 0.004))
 
 
 def test_every_measured_backend_exists():

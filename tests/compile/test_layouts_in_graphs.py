@@ -10,7 +10,6 @@ import pytest
 import torch
 from calls import OFFSETS, attend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
@@ -112,7 +111,12 @@ def test_graph_that_outlives_the_offsets_of_its_layout():
     x = torch.randn(14, 3, 7)
     layout = SequenceLayout.from_offsets(torch.tensor([0, 7, 14]))
     want = varlen_attention(x, x, x, layout)
-    graph = make_fx(lambda x: varlen_attention(x, x, x, layout))(x)
+
+    class Program(torch.nn.Module):
+        def forward(self, x):
+            return varlen_attention(x, x, x, layout)
+
+    graph = torch.export.export(Program(), (x,)).module()
     layout = None
     torch.testing.assert_close(graph(x), want)
 

@@ -105,18 +105,17 @@ def slopes_of_the_graph():
     inputs = [torch.randn(sharded.total, h, 8, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3)]
     log_slopes = torch.linspace(-1, 1, 6, dtype=torch.float64)
 
-    def run(q, k, v, log_slopes, exchange):
+    def run(q, k, v, log_slopes):
         slopes = log_slopes.exp()
-        out = nta.varlen_attention(q, k, v, sharded, is_causal=True, alibi_slopes=slopes, exchange=exchange)
+        out = nta.varlen_attention(q, k, v, sharded, is_causal=True, alibi_slopes=slopes)
         later = out.sum((0, 2)).sin() * 1000  # as large as the slopes, so Inductor writes it to their memory
         return out * later.cumsum(0)[None, :, None]
 
-    for exchange in ("keys", "heads"):
-        want, found = (
-            torch.autograd.grad(call(*inputs, log_slopes, exchange).sum(), inputs)
-            for call in (run, torch.compile(run, fullgraph=True))
-        )
-        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+    want, found = (
+        torch.autograd.grad(call(*inputs, log_slopes).sum(), inputs)
+        for call in (run, torch.compile(run, fullgraph=True))
+    )
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
 
 
 def test_slopes_of_the_graph():
@@ -172,16 +171,15 @@ def test_strided_nested_tensors():
     run_in_processes(1, strided_nested)
 
 
-def second_derivative(exchange):
+def second_derivative():
     sharded, x = inputs([50, 3])
-    out = attend(x, sharded, exchange=exchange)
+    out = attend(x, sharded)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize("exchange", ["keys", "heads"])
-def test_second_derivatives_raise_an_error(exchange):
-    run_in_processes(2, second_derivative, exchange)
+def test_second_derivatives_raise_an_error():
+    run_in_processes(2, second_derivative)
 
 
 def wrong_is_causal():

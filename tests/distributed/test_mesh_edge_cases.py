@@ -145,7 +145,7 @@ def test_shift_labels_without_labels():
         assert alone == sharded
 
 
-def attend(lengths, window, slopes, exchange):
+def attend(lengths, window, slopes):
     mesh = mesh_of_all()
     layout = nta.SequenceLayout.from_lengths(lengths)
     sharded = layout.shard(mesh)
@@ -153,18 +153,17 @@ def attend(lengths, window, slopes, exchange):
     options = {"is_causal": True, "window_size": window, "alibi_slopes": slopes}
     want = nta.varlen_attention(x, x, x, layout, **options)
     local = sharded.local(x)
-    found = nta.varlen_attention(local, local, local, sharded, exchange=exchange, **options)
+    found = nta.varlen_attention(local, local, local, sharded, **options)
     return sharded.local(want), found
 
 
-@pytest.mark.parametrize("exchange", ["auto", "keys"])
-def test_window_that_sees_itself(exchange):
-    for want, found in run_in_processes(2, attend, [100, 7], (0, 0), None, exchange):
+def test_window_that_sees_itself():
+    for want, found in run_in_processes(2, attend, [100, 7], (0, 0), None):
         np.testing.assert_allclose(found, want, rtol=1e-9, atol=1e-9)
 
 
 def test_slopes_of_each_sequence_on_a_rank_without_tokens():
-    for want, found in run_in_processes(5, attend, [1] * 6, (-1, -1), torch.rand(6, 4), "keys"):
+    for want, found in run_in_processes(5, attend, [1] * 6, (-1, -1), torch.rand(6, 4)):
         np.testing.assert_allclose(found, want, rtol=1e-9, atol=1e-9)
 
 

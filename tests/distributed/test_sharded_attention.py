@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import nt_attention as nta
-from nt_attention.distributed import explain_exchange
 from nt_attention.distributed.attention import prepare
 from nt_attention.kernels.backends import cpu
 
@@ -47,8 +46,10 @@ def options_of(kind, heads, batch):
     if kind == "mods":
         return {
             "score_mod": lambda score, b, h, q_idx, kv_idx: score + 0.1 * h - 0.01 * (q_idx - kv_idx) + 0.2 * b,
-            "mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx + h) % 3 != 1,
+            "mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx + q_idx * q_idx + h + b) % 3 != 1,
         }
+    if kind == "window and mods":
+        return {"window_size": (5, 4), **options_of("mods", heads, batch)}
     return {
         "full": {},
         "causal": {"is_causal": True},
@@ -79,7 +80,7 @@ def in_one_process(lengths, heads, kv_heads, kind, sinks, key_lengths):
     return [x.detach() for x in (out, lse, *torch.autograd.grad(total, leaves))]
 
 
-def on_each_rank(lengths, heads, kv_heads, kind, exchange, sinks, key_lengths, backend):
+def on_each_rank(lengths, heads, kv_heads, kind, sinks, key_lengths, backend):
     mesh = mesh_of_all()
     *leaves, grad, grad_lse = inputs_of(lengths, heads, kv_heads, key_lengths)
     sharded = nta.SequenceLayout.from_lengths(lengths).shard(mesh)
@@ -90,7 +91,7 @@ def on_each_rank(lengths, heads, kv_heads, kind, exchange, sinks, key_lengths, b
     torch.manual_seed(0)
     options = options_of(kind, heads, len(lengths))
     out, lse = nta.varlen_attention(
-        *leaves[:3], sharded, None if key_lengths is None else keys, return_lse=True, exchange=exchange,
+        *leaves[:3], sharded, None if key_lengths is None else keys, return_lse=True,
         backend=backend, **more, **options,
     )  # fmt: skip
     finite = lse.isfinite()
@@ -105,11 +106,9 @@ def on_each_rank(lengths, heads, kv_heads, kind, exchange, sinks, key_lengths, b
     return gathered
 
 
-def check(
-    world, lengths, heads, kind, exchange, sinks=False, key_lengths=None, backend="reference", function=on_each_rank
-):
+def check(world, lengths, heads, kind, sinks=False, key_lengths=None, backend="reference", function=on_each_rank):
     want = in_one_process(lengths, *heads, kind, sinks, key_lengths)
-    found = run_in_processes(world, function, lengths, *heads, kind, exchange, sinks, key_lengths, backend)
+    found = run_in_processes(world, function, lengths, *heads, kind, sinks, key_lengths, backend)
     for got in found:
         for one, other in zip(got, want, strict=True):
             np.testing.assert_allclose(one, other.numpy(), rtol=1e-9, atol=1e-9)
@@ -117,9 +116,8 @@ def check(
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("which", BATCHES)
-@pytest.mark.parametrize("exchange", ["keys", "heads"])
-def test_batches(world, which, exchange):
-    check(world, BATCHES[which], (4, 2), "causal", exchange, sinks=True)
+def test_batches(world, which):
+    check(world, BATCHES[which], (4, 2), "causal", sinks=True)
 
 
 def in_two_calls(splits_heads, *arguments):
@@ -149,7 +147,7 @@ def writes_to_given_tensors():
         inputs = [torch.randn(sharded.total, heads, 8, requires_grad=True) for heads in (6, 3, 3)]
         results = []
         for name in ("writes", "cpu"):
-            out = nta.varlen_attention(*inputs, sharded, is_causal=True, exchange="keys", backend=name)
+            out = nta.varlen_attention(*inputs, sharded, is_causal=True, backend=name)
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     finally:
         handle.remove()
@@ -167,13 +165,13 @@ def in_two_calls_of(function, *arguments):
         function(*arguments)
 
 
-def with_checkpoint(lengths, heads, kv_heads, exchange, backend, use_reentrant):
+def with_checkpoint(lengths, heads, kv_heads, backend, use_reentrant):
     sharded = nta.SequenceLayout.from_lengths(lengths).shard(mesh_of_all())
     shapes = [(sharded.total, count, 8) for count in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
     def run(*tensors):
-        return nta.varlen_attention(*tensors, sharded, is_causal=True, exchange=exchange, backend=backend)
+        return nta.varlen_attention(*tensors, sharded, is_causal=True, backend=backend)
 
     want, found = (
         torch.autograd.grad(out.square().sum(), inputs) if not use_reentrant else backward(out, inputs)
@@ -191,8 +189,7 @@ def backward(out, inputs):
     return grads
 
 
-# ranks, lengths, heads, exchange: with a rank that has no token, and one without heads
-CHECKPOINTED = [(3, [2, 1], (6, 3), "keys"), (4, [5], (6, 3), "keys"), (4, [30, 5], (3, 3), "heads")]
+CHECKPOINTED = [(3, [2, 1]), (4, [5])]  # ranks, lengths: with a rank that has no token
 
 
 @pytest.mark.parametrize("which", range(len(CHECKPOINTED)))
@@ -200,18 +197,16 @@ CHECKPOINTED = [(3, [2, 1], (6, 3), "keys"), (4, [5], (6, 3), "keys"), (4, [30, 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(which, backend, use_reentrant):
     """All ranks compute the forward again as often as the others, or they would wait forever."""
-    world, lengths, heads, exchange = CHECKPOINTED[which]
-    run_in_processes(world, with_checkpoint, lengths, *heads, exchange, backend, use_reentrant)
-    if exchange == "keys":
-        arguments = (lengths, *heads, exchange, backend, use_reentrant)
-        run_in_processes(world, partial(in_two_calls_of, with_checkpoint), *arguments)
+    world, lengths = CHECKPOINTED[which]
+    for function in (with_checkpoint, partial(in_two_calls_of, with_checkpoint)):
+        run_in_processes(world, function, lengths, 6, 3, backend, use_reentrant)
 
 
 def in_place_before_backward():
     sharded = nta.SequenceLayout.from_lengths([30, 5]).shard(mesh_of_all())
     inputs = [torch.randn(sharded.total, 2, 8, requires_grad=True) for _ in range(3)]
     query, key, value = (x * 1 for x in inputs)
-    out = nta.varlen_attention(query, key, value, sharded, exchange="keys", backend="reference")
+    out = nta.varlen_attention(query, key, value, sharded, backend="reference")
     query.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), inputs)
@@ -236,7 +231,7 @@ def schedule_of(lengths, kv_heads=8):
     sharded = nta.SequenceLayout.from_lengths(lengths).shard(mesh_of_all())
     row = torch.empty(1, 1, 128, dtype=torch.bfloat16)
     query, key = (row.expand(sharded.total, heads, 128) for heads in (32, kv_heads))
-    _, schedule = prepare(query, key, key, sharded, None, None, None, {"is_causal": True}, "keys")
+    _, schedule = prepare(query, key, key, sharded, None, None, None, {"is_causal": True})
     return schedule.groups, schedule.is_async
 
 
@@ -258,42 +253,45 @@ def test_selected_calls():
 @pytest.mark.parametrize("splits_heads", [True, False], ids=["heads", "whole sequences"])
 def test_calls_run_while_rows_travel(world, which, kind, splits_heads):
     heads = (6, 3)  # groups of 1 and 2 key heads
-    check(world, BATCHES[which], heads, kind, "keys", sinks=True, function=partial(in_two_calls, splits_heads))
+    check(world, BATCHES[which], heads, kind, sinks=True, function=partial(in_two_calls, splits_heads))
 
 
 def test_two_calls_of_a_backend_with_a_backward():
-    check(2, BATCHES["mixed"], (4, 2), "causal", "keys", backend="cpu", function=partial(in_two_calls, True))
+    check(2, BATCHES["mixed"], (4, 2), "causal", backend="cpu", function=partial(in_two_calls, True))
 
 
-@pytest.mark.parametrize("exchange", ["keys", "heads"])
 @pytest.mark.parametrize(
-    "kind", ["full", "upper left", "window", "softcap", "scale", "alibi", "alibi of each sequence"]
+    "kind", ["full", "upper left", "window", "softcap", "scale", "alibi", "alibi of each sequence", "mods"]
 )
-def test_masks_of_both_exchanges(exchange, kind):
-    check(2, BATCHES["mixed"], (4, 2), kind, exchange)
+def test_masks(kind):
+    check(2, BATCHES["mixed"], (4, 2), kind)
 
 
-@pytest.mark.parametrize("kind", ["two-sided window", "window behind", "open alibi", "mods"])
-def test_masks_that_need_heads(kind):
-    check(2, BATCHES["mixed"], (4, 2), kind, "auto")
-    with pytest.raises(AssertionError, match=r"ValueError: the exchange of keys can't run this call"):
-        run_in_processes(2, on_each_rank, BATCHES["mixed"], 4, 2, kind, "keys", False, None, "reference")
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", ["two-sided window", "window behind", "open alibi", "window and mods"])
+def test_masks_with_keys_after_a_query(world, kind):
+    """The calls have more queries than the rank."""
+    check(world, BATCHES["mixed"], (4, 2), kind)
+    for splits_heads in (True, False):
+        check(world, BATCHES["mixed"], (6, 3), kind, backend="cpu", function=partial(in_two_calls, splits_heads))
 
 
 @pytest.mark.parametrize("which", HEADS)
 def test_heads(which):
-    for exchange in ("keys", "heads"):
-        check(4, BATCHES["mixed"], HEADS[which], "alibi", exchange)
+    check(4, BATCHES["mixed"], HEADS[which], "alibi")
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "window"])
-def test_cross_attention(kind):
-    check(2, [5, 0, 9, 3], (4, 2), kind, "auto", key_lengths=[7, 2, 0, 20])
+@pytest.mark.parametrize("kind", ["full", "causal", "upper left", "window", "two-sided window", "alibi", "mods"])
+@pytest.mark.parametrize("splits_heads", [False, True])
+def test_cross_attention(kind, splits_heads):
+    """One rank has no queries, and sequences have fewer or more keys than queries."""
+    function = partial(in_two_calls, True) if splits_heads else on_each_rank
+    check(2, [5, 0, 9, 3], (4, 2), kind, key_lengths=[7, 2, 0, 20], function=function)
+    check(4, [1, 1, 9, 0], (4, 2), kind, sinks=True, key_lengths=[7, 2, 3, 20], function=function)
 
 
-@pytest.mark.parametrize("exchange", ["keys", "heads"])
-def test_a_backend_with_a_backward(exchange):
-    check(2, BATCHES["mixed"], (4, 2), "causal", exchange, backend="cpu")
+def test_a_backend_with_a_backward():
+    check(2, BATCHES["mixed"], (4, 2), "causal", backend="cpu")
 
 
 def local_rows_and_dtensor(lengths):
@@ -327,18 +325,14 @@ def another_document(changed):
     query, key, value = (x.clone() for x in inputs_of([30, 12, 41], 4, 2)[:3])
     for x in (query, key, value):
         x[30:42] += changed
-    results = []
-    for exchange in ("keys", "heads"):
-        local = [sharded.local(x) for x in (query, key, value)]
-        results.append(sharded.gather(nta.varlen_attention(*local, sharded, is_causal=True, exchange=exchange)))
-    return results
+    local = [sharded.local(x) for x in (query, key, value)]
+    return sharded.gather(nta.varlen_attention(*local, sharded, is_causal=True))
 
 
 def test_a_document_changes_no_other():
-    before, after = (run_in_processes(2, another_document, changed)[0] for changed in (0.0, 1.0))
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(np.delete(one, range(30, 42), 0), np.delete(other, range(30, 42), 0))
-        assert np.abs(one[30:42] - other[30:42]).min() > 0
+    one, other = (run_in_processes(2, another_document, changed)[0] for changed in (0.0, 1.0))
+    np.testing.assert_array_equal(np.delete(one, range(30, 42), 0), np.delete(other, range(30, 42), 0))
+    assert np.abs(one[30:42] - other[30:42]).min() > 0
 
 
 class CountedCalls:
@@ -380,19 +374,13 @@ def errors():
         "dropout is not supported": lambda: attend(q, q, q, sharded, dropout_p=0.1),
         "as many sequences": lambda: attend(q, q, q, sharded, other),
         "must be a ShardedLayout": lambda: attend(q, q, q, sharded, layout),
-        "exchange must be": lambda: attend(q, q, q, sharded, exchange="rings"),
-        "is for a ShardedLayout": lambda: attend(*[torch.randn(8, 2, 4)] * 3, layout, exchange="keys"),
         "mesh must be a DeviceMesh": lambda: layout.shard(None),
         "window_size": lambda: layout.shard(mesh, window_size=(-5, 0)),
-        "layout must be a ShardedLayout": lambda: explain_exchange(q, q, q, layout),
         "must have one dimension": lambda: layout.shard(init_device_mesh("cpu", (2, 1))),
     }.items():
         with pytest.raises((ValueError, TypeError), match=match):
             call()
-    choice = explain_exchange(q, q, q, sharded, is_causal=True)
-    assert choice.chosen in ("keys", "heads")
-    assert "MB received" in str(choice)
 
 
-def test_errors_and_explanation():
+def test_errors():
     run_in_processes(2, errors)

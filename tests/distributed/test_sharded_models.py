@@ -160,32 +160,25 @@ def test_checkpoint():
 def changed_in_place():
     mesh = init_device_mesh("cpu", (2,))
     sharded = nta.SequenceLayout.from_lengths([9, 4]).shard(mesh)
-    for exchange, match in (("keys", "modified by an inplace operation"), ("heads", None)):
-        q, k, v = (torch.randn(sharded.total, 2, 4, requires_grad=True) * 1 for _ in range(3))
-        out = nta.varlen_attention(q, k, v, sharded, exchange=exchange)
+    q, k, v = (torch.randn(sharded.total, 2, 4, requires_grad=True) * 1 for _ in range(3))
+    out = nta.varlen_attention(q, k, v, sharded)
+    q.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    local, shape = torch.randn(sharded.total, 2, 4), (sharded.layout.total, 2, 4)
+    q = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(8, 4, 1))
+    q.requires_grad_()
+    out = nta.varlen_attention(q, q, q, sharded).to_local().sum()
+    with torch.no_grad():
         q.mul_(2)
-        if match is None:  # the kernel got copies
-            out.sum().backward()
-        else:
-            with pytest.raises(RuntimeError, match=match):
-                out.sum().backward()
-    for exchange in ("keys", "heads"):
-        local, shape = torch.randn(sharded.total, 2, 4), (sharded.layout.total, 2, 4)
-        q = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(8, 4, 1))
-        q.requires_grad_()
-        out = nta.varlen_attention(q, q, q, sharded, exchange=exchange).to_local().sum()
-        with torch.no_grad():
-            q.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.backward()
-    for exchange in ("keys", "heads"):
-        slopes = torch.ones(2)
-        q = torch.randn(sharded.total, 2, 4, requires_grad=True)
-        options = {"is_causal": True, "alibi_slopes": slopes, "exchange": exchange}
-        out = nta.varlen_attention(q, q, q, sharded, **options)
-        slopes.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+    slopes = torch.ones(2)
+    q = torch.randn(sharded.total, 2, 4, requires_grad=True)
+    out = nta.varlen_attention(q, q, q, sharded, is_causal=True, alibi_slopes=slopes)
+    slopes.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
     with torch.inference_mode():
         q = torch.randn(sharded.total, 2, 4)
         assert nta.varlen_attention(q, q, q, sharded).shape == q.shape
@@ -200,11 +193,10 @@ def changed_in_place():
 def backward_twice():
     mesh = init_device_mesh("cpu", (2,))
     sharded = nta.SequenceLayout.from_lengths([0, 1]).shard(mesh)  # one rank has no tokens
-    for exchange in ("keys", "heads"):
-        q = torch.randn(sharded.total, 2, 4, requires_grad=True)
-        out = nta.varlen_attention(q, q, q, sharded, exchange=exchange, backend="reference").sum()
-        first, second = (torch.autograd.grad(out, q, retain_graph=True)[0] for _ in range(2))
-        assert torch.equal(first, second)
+    q = torch.randn(sharded.total, 2, 4, requires_grad=True)
+    out = nta.varlen_attention(q, q, q, sharded, backend="reference").sum()
+    first, second = (torch.autograd.grad(out, q, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def test_backward_twice():

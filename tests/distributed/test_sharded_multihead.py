@@ -9,12 +9,9 @@ import torch.distributed as dist
 from processes import run_in_processes
 from ranks import mesh_of_all
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 import nt_attention as nta
-from nt_attention.distributed import HeadParallel
 
 E, H = 24, 6
 LENGTHS, KEY_LENGTHS = [23, 1, 0, 5, 40], [11, 3, 7, 0, 29]
@@ -29,11 +26,6 @@ OPTIONS = {
     "rotary": {"rotary": nta.Rotary(), "qk_norm": "rms", "num_kv_heads": 3},
     "rotary_and_alibi": {"rotary": nta.Rotary(dims=2, interleaved=True), "alibi": True},
 }
-
-
-@functools.cache
-def mesh_2d():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
 
 
 def make(**options):
@@ -151,50 +143,6 @@ def check_mods():
 
 def test_mods():
     run_in_processes(2, check_mods)
-
-
-def check_with_divided_heads(name):
-    """Tokens over one dimension of the mesh, heads over the other."""
-    mesh, layout = mesh_2d(), nta.SequenceLayout.from_lengths(LENGTHS)
-    attention = make(**{"num_kv_heads": 2, **OPTIONS[name]})
-    tensors = inputs_of(attention, LENGTHS)
-
-    def in_one_process(module, *given):
-        return module(*given, layout=layout, is_causal=True)[0]
-
-    out, grads, of_parameters = results(attention, tensors, in_one_process)
-    names = dict(zip((name for name, _ in attention.named_parameters()), of_parameters, strict=True))
-    for form in (as_packed, as_nested):
-        parallel = parallelize_module(make(**{"num_kv_heads": 2, **OPTIONS[name]}), mesh["tp"], HeadParallel())
-
-        def on_each_rank(module, *given, form=form):
-            sharded = layout.shard(mesh["cp"])
-            local = {id(x): form(sharded, x) for x in given}
-            out, _ = module(*[local[id(x)] for x in given], layout=sharded, is_causal=True)
-            gathered = sharded.gather(out)
-            return gathered.values() if form is as_nested else gathered
-
-        found, local_grads, _ = results(parallel, tensors, on_each_rank)
-        close(found, out)
-        for one, other in zip(local_grads, grads, strict=True):
-            dist.all_reduce(one, group=mesh["cp"].get_group())
-            close(one, other)
-        whole = {name: p.grad.full_tensor() for name, p in parallel.named_parameters()}
-        for fused in {"in_proj_weight", "in_proj_bias"} & names.keys():
-            parts = [whole.pop(fused.replace("in_", f"{part}_")) for part in "qkv"]
-            whole[fused] = torch.cat(parts)
-        assert whole.keys() == names.keys()
-        for key, gradient in whole.items():
-            dist.all_reduce(gradient, group=mesh["cp"].get_group())
-            close(gradient, names[key])
-    x = DTensor.from_local(tensors[0][:5], mesh["cp"], [Replicate()], run_check=False)
-    with pytest.raises(ValueError, match="a DTensor input is on"):
-        parallel(x, x, x, layout=layout.shard(mesh["cp"]))
-
-
-@pytest.mark.parametrize("name", ["fused", "rotary_and_alibi", "grouped"])
-def test_with_divided_heads(name):
-    run_in_processes(4, check_with_divided_heads, name)
 
 
 def check_changes_in_place():

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import nt_attention as nta
-from nt_attention.distributed import explain_exchange
 
 LENGTHS = [23, 1, 0, 5, 40]
 close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -101,7 +100,7 @@ def test_offsets_are_read_once():
     run_in_processes(2, no_sync)
 
 
-def attention(exchange, is_transposed, key_lengths):
+def attention(is_transposed, key_lengths):
     layout, sharded = shard(LENGTHS)
     key_layout, key_sharded = (layout, sharded) if key_lengths is None else shard(key_lengths)
     packed = [rows_of(layout, 4, 8), rows_of(key_layout, 2, 8) + 1, rows_of(key_layout, 2, 5)]
@@ -116,9 +115,7 @@ def attention(exchange, is_transposed, key_lengths):
     local = [own.local(of_all.to_nested(x)) for x, of_all, own in each]
     local = [x.transpose(1, 2) if is_transposed else x for x in local]
     given = (*local, sharded) if key_lengths is None else (*local, sharded, key_sharded)
-    choice = explain_exchange(*given, exchange=exchange, is_causal=True, window_size=(9, -1))
-    assert choice.chosen == exchange or exchange == "auto"
-    found, found_lse = nta.varlen_attention(*given, exchange=exchange, backend="reference", **options)
+    found, found_lse = nta.varlen_attention(*given, backend="reference", **options)
     assert found._ragged_idx == local[0]._ragged_idx
     assert found_lse._ragged_idx == 1
     assert found._offsets is sharded.local_layout.offsets
@@ -132,13 +129,12 @@ def attention(exchange, is_transposed, key_lengths):
 
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["BjHD", "BHjD"])
-@pytest.mark.parametrize("exchange", ["keys", "heads"])
-def test_attention(exchange, is_transposed):
-    run_in_processes(2, attention, exchange, is_transposed, None)
+def test_attention(is_transposed):
+    run_in_processes(2, attention, is_transposed, None)
 
 
 def test_cross_attention():
-    run_in_processes(2, attention, "auto", False, [30, 4, 7, 9, 41])
+    run_in_processes(2, attention, False, [30, 4, 7, 9, 41])
 
 
 CHANGES = {
@@ -153,21 +149,20 @@ CHANGES = {
 def changed(change):
     """A change in place before the backward raises an error, or the gradients are right."""
     layout, sharded = shard([30, 20])
-    for exchange in ("keys", "heads"):
-        rows = [rows_of(layout, 2, 4).requires_grad_() for _ in range(3)]
-        local = [sharded.local(layout.to_nested(x)) for x in rows]
-        out = nta.varlen_attention(*local, sharded, exchange=exchange, is_causal=True)
-        loss = (out * sharded.local(layout.to_nested(rows_of(layout, 2, 4) + 1))).values().sum()
-        expected = torch.autograd.grad(loss, rows, retain_graph=True)
-        with torch.no_grad():
-            CHANGES[change](*local, out)
-        try:
-            found = torch.autograd.grad(loss, rows)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            continue
-        close(found, expected)
+    rows = [rows_of(layout, 2, 4).requires_grad_() for _ in range(3)]
+    local = [sharded.local(layout.to_nested(x)) for x in rows]
+    out = nta.varlen_attention(*local, sharded, is_causal=True)
+    loss = (out * sharded.local(layout.to_nested(rows_of(layout, 2, 4) + 1))).values().sum()
+    expected = torch.autograd.grad(loss, rows, retain_graph=True)
+    with torch.no_grad():
+        CHANGES[change](*local, out)
+    try:
+        found = torch.autograd.grad(loss, rows)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return
+    close(found, expected)
 
 
 @pytest.mark.parametrize("change", CHANGES)

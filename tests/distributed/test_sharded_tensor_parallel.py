@@ -1,4 +1,6 @@
-"""Tensor parallelism and a `ShardedLayout` in one model: each of 2 × 2 ranks has some heads of some tokens."""
+"""Tensor parallelism by PyTorch's styles: a rank has some heads of all tokens, or of those of a `ShardedLayout`."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,7 +63,7 @@ def batch():
     return torch.randn(2, sum(LENGTHS), E, dtype=torch.float64)
 
 
-def check(options, exchange, fsdp):
+def check(options, fsdp):
     layout, (x, target) = nta.SequenceLayout.from_lengths(LENGTHS), batch()
     one, given = Model(), x.clone().requires_grad_()
     want = one(given, layout, **options)
@@ -80,7 +82,7 @@ def check(options, exchange, fsdp):
     local = sharded.local(x).requires_grad_()
     if "alibi_slopes" in options:
         options["alibi_slopes"] = options["alibi_slopes"].chunk(2)[mesh["tp"].get_local_rank()]
-    out = model(local, sharded, exchange=exchange, **options)
+    out = model(local, sharded, **options)
     factor = 2 if fsdp else 1  # FSDP takes the mean of the ranks
     ((out - sharded.local(target)).square().sum() * factor).backward()
     close = {"rtol": 0, "atol": 1e-9}
@@ -94,7 +96,40 @@ def check(options, exchange, fsdp):
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["", "fsdp"])
-@pytest.mark.parametrize("exchange", ["keys", "heads"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_heads_and_tokens_divided(name, exchange, fsdp):
-    run_in_processes(4, check, OPTIONS[name], exchange, fsdp)
+def test_heads_and_tokens_divided(name, fsdp):
+    run_in_processes(4, check, OPTIONS[name], fsdp)
+
+
+def module_of_the_guide():
+    """`Attention` and the styles of its parts, as the guide shows them."""
+    page = (Path(__file__).parents[2] / "docs/guides/several_gpus.md").read_text()
+    code, _, _ = page[page.index("class Attention") :].partition("# one process")
+    names = {"nn": nn, "nta": nta, "ColwiseParallel": ColwiseParallel, "RowwiseParallel": RowwiseParallel}
+    exec(code, names)
+    return names["Attention"], names["HEADS"]
+
+
+def check_guide(options):
+    kind, styles = module_of_the_guide()
+    torch.manual_seed(3)
+    one = kind(24, 8, 4).double()
+    divided = kind(24, 8, 4).double()
+    divided.load_state_dict(one.state_dict())
+    parallelize_module(divided, init_device_mesh("cpu", (2,)), styles)
+    layout = nta.SequenceLayout.from_lengths(LENGTHS)
+    x, weights = torch.randn(2, layout.total, 24, dtype=torch.float64)
+    own = options | {name: x.chunk(2)[dist.get_rank()] for name, x in options.items() if isinstance(x, torch.Tensor)}
+    results = []
+    for module, given in ((one, options), (divided, own)):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf, layout, **given)
+        (out * weights).sum().backward()
+        results.append([out.detach(), leaf.grad, *[whole(p.grad) for p in module.parameters()]])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-9)
+    assert divided.query.weight.to_local().shape == (12, 24)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_heads_divided_as_in_the_guide(name):
+    run_in_processes(2, check_guide, OPTIONS[name])

@@ -46,18 +46,15 @@ def all_masks(dtype, tolerance):
         for name, options in OPTIONS.items():
             options = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
             wants = [sharded.local(x) for x in results_of(inputs, grad, layout, **options)]
-            for exchange in ("keys", "heads", "auto"):
-                if exchange == "keys" and name == "two-sided window" and any(sharded.plan.cut):
-                    continue
-                for calls in ("one", "groups of heads", "whole sequences alone") if exchange == "keys" else ("one",):
-                    with pytest.MonkeyPatch.context() as patch:
-                        if calls != "one":
-                            use_two_calls(patch, calls == "groups of heads")
-                        local = [sharded.local(x) for x in inputs]
-                        found = results_of(local, sharded.local(grad), sharded, exchange=exchange, **options)
-                    for x, want in zip(found, wants, strict=True):
-                        error = (x - want).detach().float().norm() / want.detach().float().norm().clamp(min=1e-9)
-                        assert error < tolerance, (lengths, name, exchange, calls, float(error))
+            for calls in ("selected", "groups of heads", "whole sequences alone"):
+                with pytest.MonkeyPatch.context() as patch:
+                    if calls != "selected":
+                        use_two_calls(patch, calls == "groups of heads")
+                    local = [sharded.local(x) for x in inputs]
+                    found = results_of(local, sharded.local(grad), sharded, **options)
+                for x, want in zip(found, wants, strict=True):
+                    error = (x - want).detach().float().norm() / want.detach().float().norm().clamp(min=1e-9)
+                    assert error < tolerance, (lengths, name, calls, float(error))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 1.5e-2)])
@@ -70,10 +67,9 @@ def same_bits():
     for lengths in ([7680, 3840, 1920, 1024, 640, 480, 320, 200, 140, 90, 50], [16384]):
         sharded = nta.SequenceLayout.from_lengths(lengths, device="cuda").shard(mesh)
         *inputs, grad = (sharded.local(x) for x in inputs_of(sum(lengths), 32, 8, 128, torch.bfloat16))
-        for exchange in ("keys", "heads"):
-            options = {"is_causal": True, "deterministic": True, "exchange": exchange}
-            first, *others = (results_of(inputs, grad, sharded, **options) for _ in range(3))
-            assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+        options = {"is_causal": True, "deterministic": True}
+        first, *others = (results_of(inputs, grad, sharded, **options) for _ in range(3))
+        assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
 def test_same_bits_if_deterministic():

@@ -16,7 +16,7 @@ def call(case: Problem, backend: str = "auto", **options):
     return partial(varlen_attention, layout=layout, key_layout=key_layout, return_lse=True, backend=backend, **options)
 
 
-OFFSETS, OTHER_OFFSETS = torch.tensor([0, 5, 14]), torch.tensor([0, 3, 14])  # of as many tokens
+OFFSETS = torch.tensor([0, 5, 14])
 
 
 def attend(x, offsets):

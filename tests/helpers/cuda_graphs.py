@@ -104,11 +104,11 @@ def _map(function, arguments):
     return function(arguments)
 
 
-class FakeDevice(graph_device.Device):
+class FakeSlot(graph_device.Slot):
     """Records in place of a capture."""
 
     def __init__(self, device):
-        self.device, self.memory = device, {}
+        self.device, self.memory, self.gradients, self.waiting = device, {}, [], None
 
     @contextmanager
     def in_order(self):
@@ -190,7 +190,7 @@ def cuda_graphs(monkeypatch):
         return
     no_modes = reading.no_modes  # tensors that are cached in a capture are computed in each replay
     monkeypatch.setattr(reading, "no_modes", lambda: nullcontext() if _recorders else no_modes())
-    monkeypatch.setattr(graph_cache, "Device", FakeDevice)
+    monkeypatch.setattr(graph_cache, "Slot", FakeSlot)
     for module in (graph_cache, graph_capture):
         monkeypatch.setattr(module, "supports", lambda tensor: True)
     known = select.BACKENDS["token_tiled"]

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nt_attention.distributed import attention
-from nt_attention.distributed.exchange_keys import Schedule
+from nt_attention.distributed.exchange_plan import Schedule
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
@@ -56,7 +56,7 @@ def check_same(found, want):
 
 
 def use_two_calls(patch, splits_heads):
-    """Let the exchange of keys run two groups of heads, or whole sequences and then the others."""
+    """Let the exchange run two groups of heads, or whole sequences and then the others."""
     real = attention.schedule_of
 
     def schedule_of(request):

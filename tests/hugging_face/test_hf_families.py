@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 import nt_attention as nta
 from nt_attention.hf.families import CACHE
+from nt_attention.hf.route.by_name import MIX_ROWS
 
 HEADS = heads_ending_in(*tiny.ENDINGS[2:])
 TOKEN_HEADS = heads_ending_in("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
@@ -48,6 +49,16 @@ def test_patched_padded_batch(model_type, name, implementation, side):
     check_padding(out, name, side)
 
 
+def refuses_the_name(model):
+    """It does not pass on where sequences begin, so its attention alone can't keep them apart."""
+    for refused in (
+        lambda: nta.patch(model, padding_free=False),
+        lambda: model.set_attn_implementation(nta.hf.register()),
+    ):
+        with pytest.raises(ValueError, match="would mix the sequences of rows"):
+            refused()
+
+
 @covering({"model_type, name": EVERY, "side": ["left", "right"]})
 def test_registered_attention_on_a_padded_batch(model_type, name, side):
     want = dict(tiny.alone(model_type, name))
@@ -56,6 +67,9 @@ def test_registered_attention_on_a_padded_batch(model_type, name, side):
     ):  # stock heads read the first position of a row, even if it is padding
         want = {key: value for key, value in want.items() if key != "pooler_output" and not tiny.per_sequence(name)}
     model, batch = tiny.make(model_type, name), tiny.batch_of(model_type, side)
+    if model_type in MIX_ROWS:
+        refuses_the_name(model)
+        return
     with nta.patch(model, padding_free=False):
         check_outputs(run(model, **batch, output_hidden_states=True), want, side)
     for over in ("sdpa", "eager"):
@@ -94,6 +108,9 @@ def test_packed_row(model_type, name, by, mask):
     want = expected_outputs(model_type, name)
     with nta.patch(model):
         check_outputs(run(model, **row), want)
+    if model_type in MIX_ROWS:
+        refuses_the_name(model)
+        return
     with nta.patch(model, padding_free=False):
         if by == "cu_seq_lens" or model_type not in WITHOUT_POSITION_IDS:
             check_outputs(run(model, **row), want)

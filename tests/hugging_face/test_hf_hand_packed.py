@@ -13,6 +13,7 @@ from transformers import DataCollatorWithFlattening
 from transformers.models.auto import modeling_auto
 
 import nt_attention as nta
+from nt_attention.hf.route import by_name
 from nt_attention.patching.handle import NotPackedWarning
 
 LENGTHS = (7, 1, 13, 5)
@@ -31,19 +32,19 @@ CASES = {
     ("bloom", "BloomForSequenceClassification"): ("right", "refused"),
     ("squeezebert", "SqueezeBertModel"): ("right", None),
     ("tapas", "TapasModel"): ("right", "refused"),
-    ("esm", "EsmModel"): ("right", NO_POSITIONS),
+    ("esm", "EsmModel"): ("right", "refused"),
     ("llama", "LlamaForCausalLM"): ("right", "right"),
     ("bert", "BertModel"): ("right", NO_POSITIONS),
     ("roberta", "RobertaForMaskedLM"): ("right", NO_POSITIONS),
-    ("distilbert", "DistilBertModel"): ("right", NO_POSITIONS),
-    ("gpt_bigcode", "GPTBigCodeForCausalLM"): ("right", NO_POSITIONS),
-    ("persimmon", "PersimmonModel"): ("right", "right"),
-    ("ctrl", "CTRLModel"): ("right", NO_POSITIONS),
-    ("markuplm", "MarkupLMModel"): ("right", NO_POSITIONS),
-    ("layoutlm", "LayoutLMModel"): ("right", NO_POSITIONS),
+    ("distilbert", "DistilBertModel"): ("right", "refused"),
+    ("gpt_bigcode", "GPTBigCodeForCausalLM"): ("right", "refused"),
+    ("persimmon", "PersimmonModel"): ("right", "refused"),
+    ("ctrl", "CTRLModel"): ("right", "refused"),
+    ("markuplm", "MarkupLMModel"): ("right", "refused"),
+    ("layoutlm", "LayoutLMModel"): ("right", "refused"),
     ("llama4_text", "Llama4TextModel"): ("right", "refused"),
     ("bart", "BartForCausalLM"): ("right", "refused"),
-    ("t5", "T5Model"): ("refused", "right"),
+    ("t5", "T5Model"): ("refused", NO_POSITIONS),
     ("git", "GitModel"): ("refused", "refused"),
     ("jamba", "JambaModel"): ("right", "refused"),
 }
@@ -205,9 +206,8 @@ def test_layer_that_was_copied_before(model_type, name):
             close(model(**padded(row), use_cache=False)[0][padded(row)["attention_mask"].bool()], want[0])
         implementations = {x.config._attn_implementation for x in model.modules() if hasattr(x, "config")}
         assert implementations == {"sdpa"}
-    model.set_attn_implementation(nta.hf.register())
     with pytest.raises(ValueError, match=r"layer.*has a config of its own, with the attention 'sdpa'"):
-        model(**row)
+        model.set_attn_implementation(nta.hf.register())
 
 
 def test_layer_that_is_appended_to_a_patched_model():
@@ -221,30 +221,10 @@ def test_layer_that_is_appended_to_a_patched_model():
     close(got, want)
 
 
-def test_registered_models_see_the_arguments_of_their_caller_once(monkeypatch):
-    """Positions that a model does not pass on are read once, and those of a caller that passes none are not read."""
-    model = make("gpt_bigcode", "GPTBigCodeForCausalLM", n_inner=16)
-    model.set_attn_implementation(nta.hf.register())
-    reads, read = [], nta.hf.route.positions.SequenceLayout.from_position_ids
-    monkeypatch.setattr(
-        nta.hf.route.positions.SequenceLayout,
-        "from_position_ids",
-        lambda ids: reads.append(1) or read(ids),
-        raising=True,
-    )
-    row = packed_row()
-    model(row["input_ids"], use_cache=False)
-    assert not reads
-    model(row["input_ids"], position_ids=LAYOUT.position_ids[None], use_cache=False)
-    assert len(reads) == 1
-
-
 def test_models_of_the_lists_are_models_of_transformers():
-    from nt_attention.hf.route import running_call
-
     known = set(modeling_auto.MODEL_MAPPING_NAMES) | set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    lists = running_call.MIX_ROWS | running_call.NEED_LENGTHS | running_call.NEED_EAGER | running_call.NOT_SUPPORTED
-    assert lists - known <= {"t5gemma2_decoder"}
+    lists = by_name.MIX_ROWS | by_name.NEED_EAGER | by_name.NOT_SUPPORTED
+    assert lists - known <= {"t5gemma2_decoder", "encoder-decoder"}
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("gptj", "GPTJForCausalLM"), ("llama", "LlamaForCausalLM")])
@@ -289,15 +269,13 @@ def test_head_that_mixes_the_tokens_of_a_row_refuses_packed_rows():
         model(input_ids=row, position_ids=LAYOUT.position_ids[None])
 
 
-def test_token_dropout_of_esm_counts_masks_of_each_sequence():
+def test_esm_is_refused():
     config = transformers.EsmConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, pad_token_id=1,
         mask_token_id=4, position_embedding_type="rotary", token_dropout=True, attn_implementation=nta.hf.register(),
     )  # fmt: skip
-    model = transformers.EsmModel(config).eval()
-    row = torch.randint(5, 97, (1, LAYOUT.total))
-    with pytest.raises(ValueError, match="token_dropout counts masks along the whole row"):
-        model(input_ids=row, position_ids=LAYOUT.position_ids[None])
+    with pytest.raises(ValueError, match="EsmModel would mix the sequences of rows packed by hand"):
+        transformers.EsmModel(config)
 
 
 class Extended(transformers.BertPreTrainedModel):

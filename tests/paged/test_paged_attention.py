@@ -13,7 +13,6 @@ from pools import FORMS, cpu_only, make
 from sweeps import covering, pairwise, sweep_except
 from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nt_attention as nta
@@ -403,11 +402,12 @@ class TestErrors:
     def test_gradients_of_a_recorded_graph(self, backend):
         case = make([1, 2], [5, 7])
 
-        def function(query, offsets):
-            layout = nta.SequenceLayout.from_offsets(offsets)
-            return nta.varlen_attention(query, *case.pools, layout, case.paged, backend=backend)
+        class Program(torch.nn.Module):
+            def forward(self, query, offsets):
+                layout = nta.SequenceLayout.from_offsets(offsets)
+                return nta.varlen_attention(query, *case.pools, layout, case.paged, backend=backend)
 
-        graph = make_fx(function)(case.query, case.layout.cu_seqlens)
+        graph = torch.export.export(Program(), (case.query, case.layout.cu_seqlens)).module()
         with torch.no_grad():
             torch.testing.assert_close(graph(case.query, case.layout.cu_seqlens), case.solve(backend)[0])
         with pytest.raises(RuntimeError, match="keys in pools are for inference"):

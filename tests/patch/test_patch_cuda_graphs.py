@@ -331,7 +331,7 @@ class TestReasons:
             raise torch.OutOfMemoryError("no memory")
 
         with monkeypatch.context() as patched:
-            patched.setattr(graph_cache.Device, "capture", out_of_memory)
+            patched.setattr(graph_cache.Slot, "capture", out_of_memory)
             assert_same(run(model, batch_of([100, 100])), run(other, batch_of([100, 100])), 1e9)
         for lengths in ([100, 100], [5, 2, 9]):
             batch = batch_of(lengths)
@@ -462,9 +462,9 @@ class TestState:
             old, table.linear = table.linear, nn.Linear(48, 2 * rows, bias=False).to(DEVICE)
         else:
             model.set_input_embeddings(nn.Embedding(2 * rows, 48, old.padding_idx).to(DEVICE))
-        replayed, once = [], graph_capture.Graph.replay
+        replayed, once = [], graph_capture.Captured.replay
         monkeypatch.setattr(
-            graph_capture.Graph, "replay", lambda self, work: (replayed.append(self), once(self, work))[1]
+            graph_capture.Captured, "replay", lambda self, work: (replayed.append(self), once(self, work))[1]
         )
         run(model, batch_of([5, 2, 9]))
         assert len(replayed) == 1

@@ -10,7 +10,7 @@ from cuda_graphs import DEVICE, cuda_graphs  # noqa: F401
 from packed_rows import LENGTH, LENGTHS, MASK
 
 import nt_attention as nta
-from nt_attention.hf.pack import differences
+from nt_attention.hf.pack import differences, packed_forward, small_batches
 from nt_attention.hf.pack.routes import WITHOUT_HEAD
 
 LEFT = MASK.flip(1)
@@ -142,3 +142,19 @@ def test_the_handle_says_what_is_not_packed():
     }  # fmt: skip
     assert handle.counts.notes == {WITHOUT_HEAD: 1}
     assert max(map(len, str(handle).splitlines())) <= 100
+
+
+@pytest.mark.usefixtures("cuda_graphs")
+def test_small_batches_are_compared_and_then_run_as_graphs(monkeypatch):
+    """What is too small to gain from packing gains most as a graph."""
+    monkeypatch.setattr(packed_forward, "is_measured", lambda device: True)
+    monkeypatch.setattr(small_batches, "HOST_MS", float("inf"))
+    model = tiny.make("bert", "BertModel").to(DEVICE)
+    handle = nta.patch(model, cuda_graphs=True)
+    mask = (torch.arange(9) < torch.tensor([[9], [4]])).long().to(DEVICE)
+    with torch.no_grad():
+        for _ in range(3):
+            model(input_ids=mask * 7, attention_mask=mask)
+    assert handle.calls == {None: 3}
+    assert handle.counts.compared == 1
+    assert handle.graphs.calls == {None: 2}

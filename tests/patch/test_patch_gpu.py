@@ -54,8 +54,8 @@ def test_one_host_sync_per_forward(model_type, mode):
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("model_type", ["llama", "bert", "modernbert"])
 def test_small_batches_run_the_original_forward(model_type, mode):
-    if torch.cuda.get_device_capability() not in small_batches.MEASURED:
-        pytest.skip("the costs of this GPU are not measured")
+    if not small_batches.is_measured(torch.device("cuda")):
+        pytest.skip("this GPU is not measured")
     model, batch = make(model_type, "sdpa"), make_batch(labels=False)
     mask = batch["attention_mask"].bool()
     with nta.patch(model, packing="always"), torch.no_grad():

@@ -9,7 +9,7 @@ import torch_models
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
-from torch_models import EMBED, IGNORED_WARNINGS, LENGTHS, PADDINGS, additive, causal_mask, close, padding_of
+from torch_models import IGNORED_WARNINGS, LENGTHS, PADDINGS, additive, causal_mask, close, padding_of
 
 import nt_attention as nta
 from nt_attention import NotPackedError, NotPackedWarning

@@ -118,22 +118,17 @@ def test_decoder_and_lone_decoder_layer():
 
 
 def test_reasons():
-    model, handle, other = pair(encoder())
+    model, handle, _ = pair(encoder())
     padding = padding_of([5, 2, 9])
     x = rows_of(padding)
     model(x, src_key_padding_mask=padding)
     with torch.no_grad():
         model.train()(x, src_key_padding_mask=padding)
-        model.eval()
-        model.layers[1].linear1.register_forward_hook(lambda module, args, out: out * 2)
-        got = model(x, src_key_padding_mask=padding)
-        other.eval().layers[1].linear1.register_forward_hook(lambda module, args, out: out * 2)
-        assert_same(got, other(x, src_key_padding_mask=padding), TOLERANCE)
     reasons = " ".join(map(str, handle.graphs.calls))
-    for text in ("gradients are enabled", "training mode", "forward hooks"):
+    for text in ("gradients are enabled", "training mode"):
         assert text in reasons
     assert len(handle.graphs) == 0
-    assert handle.graphs.calls.total() == 3  # the attention of a layer is no call of its own
+    assert handle.graphs.calls.total() == 2  # the attention of a layer is no call of its own
 
 
 def test_fallback_runs_without_a_graph():

@@ -105,7 +105,11 @@ def test_only_tokens_are_computed_and_each_side_is_packed_once(kind, grad, monke
         method = getattr(SequenceLayout, name)
         monkeypatch.setattr(SequenceLayout, name, lambda *a, f=method, n=name: (moves.append(n), f(*a))[1])
     nta.patch(model)
-    note = lambda x, inputs: sizes.append(inputs[0].shape[:-1]) if isinstance(x, (nn.Linear, nn.LayerNorm)) else None
+
+    def note(module, inputs):
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            sizes.append(inputs[0].shape[:-1])
+
     hook = nn.modules.module.register_module_forward_pre_hook(note)
     with torch.set_grad_enabled(grad):
         run(kind, model, draw(), **masks_of(kind))

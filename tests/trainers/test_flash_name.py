@@ -13,8 +13,7 @@ from test_trl import sft
 from training import assert_same, run
 from transformers import (
     AttentionInterface,
-    BartConfig,
-    BartModel,
+    BertConfig,
     BertModel,
     ContinuousBatchingConfig,
     DataCollatorWithFlattening,
@@ -125,15 +124,12 @@ def test_what_flash_attention_would_leave_out_is_refused():
     biased.set_attn_implementation(NAME)
     with pytest.raises(ValueError, match="T5Attention passes position_bias"):
         biased(input_ids=torch.ones(2, 3, dtype=torch.long))
-    crossing = BartModel(
-        BartConfig(
-            vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=37, decoder_ffn_dim=37,
-        )
-    )  # fmt: skip
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    crossing = BertModel(BertConfig(**sizes, intermediate_size=48, is_decoder=True, add_cross_attention=True))
     crossing.set_attn_implementation(NAME)
-    with pytest.raises(ValueError, match="BartAttention may be cross-attention"):
-        crossing(input_ids=torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
+    states = {"encoder_hidden_states": torch.randn(2, 3, 32)}
+    with pytest.raises(ValueError, match="BertCrossAttention may be cross-attention"):
+        crossing(torch.full((2, 3), 7), **states, encoder_attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
     model, ids = by_name(), torch.ones(2, 3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"takes an attention mask \(B, S\), but got \(2, 1, 3, 3\)"):
         model(input_ids=ids, attention_mask=torch.ones(2, 1, 3, 3, dtype=torch.bool))

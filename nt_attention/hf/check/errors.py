@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .. import families
+from ..families import dtype_of
 
 # The largest error relative to the largest value, of a model that is right. Some compute parts in float32.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 3e-2}
@@ -89,15 +89,6 @@ def errors_of_tokens(got: Tensor, want: Tensor) -> Tensor:
         difference, size = mine.float() - theirs.float(), theirs.float().norm(dim=1)
         errors.append(difference.norm(dim=1) / size.clamp(min=1e-12))
     return torch.cat(errors).nan_to_num(float("inf"))
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype in which a model computes."""
-    parameter = families.first_parameter(model)
-    if parameter is None:
-        return torch.float32
-    device = parameter.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
 
 
 def floor_of(model: nn.Module) -> float:

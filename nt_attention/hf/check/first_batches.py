@@ -28,7 +28,6 @@ from ..pack.routes import ModelCall, Unpatched
 from ..route.attention import OtherLengthError
 from .errors import (
     FACTOR,
-    dtype_of,
     error_of,
     errors_of_tokens,
     floor_of,
@@ -89,6 +88,10 @@ class Compared:
     wrong: dict[Hashable, str] = field(default_factory=dict)
     calls: int = 0
 
+    def reason_of(self, kind: tuple[Hashable, ...]) -> str | None:
+        """Why calls of a kind run padded, or None."""
+        return self.wrong.get(kind, self.wrong.get(kind[0]))
+
 
 # Patched models → what was compared of them. A copy of a model may be changed, so it is compared again.
 _of_model: weakref.WeakKeyDictionary[nn.Module, Compared] = weakref.WeakKeyDictionary()
@@ -127,7 +130,7 @@ class FirstBatches:
             return True
         compared = self._compared(call)
         kind = _kind_of(call, compared)
-        return kind not in compared.wrong and kind[0] not in compared.wrong and not self._is_due(kind, call, compared)
+        return compared.reason_of(kind) is None and not self._is_due(kind, call, compared)
 
     def why_padded(self, call: ModelCall) -> str | None:
         """Why a call that could run packed runs padded, or None. Compares it if it is due."""
@@ -135,24 +138,30 @@ class FirstBatches:
             return None
         compared = self._compared(call)
         kind, total = self._kind_and_size(call, compared)
-        if reason := compared.wrong.get(kind, compared.wrong.get(kind[0])):
+        if reason := compared.reason_of(kind):
             return reason
         compared.calls += 1
         if not self._is_due(kind, call, compared, total) or (comparison := self._comparison(call)) is None:
             return None
-        with comparing() as is_free:
-            if not is_free:
-                return None
-            longest, most = compared.sizes.get(kind, (0, 0))
-            compared.sizes[kind] = max(longest, call.length), max(most, total)
-            reason = comparison.why_different()
-        if reason is None:
+        with comparing() as is_free:  # waits for a thread that may compare a call of this kind
+            if is_free and compared.reason_of(kind) is None and self._is_due(kind, call, compared, total):
+                self._compare(comparison, kind, call, compared, total)
+            return compared.reason_of(kind)
+
+    def _compare(
+        self, comparison: Any, kind: tuple[Hashable, ...], call: ModelCall, compared: Compared, total: int
+    ) -> None:
+        """Compare a call, and note the result."""
+        reason = comparison.why_different()
+        if reason is not None:
+            is_usual = call.arguments.keys() <= _USUAL and len(kind) == _LENGTH_OF_KIND
+            compared.wrong[kind[0] if is_usual else kind] = (
+                f"its first batch gave other values packed than padded: {reason}"
+            )
+        elif isinstance(comparison, _Comparison):  # that of a head is a part of the same call
             call.entry.handle.counts.compare(comparison.largest)
-            return None
-        reason = f"its first batch gave other values packed than padded: {reason}"
-        is_usual = call.arguments.keys() <= _USUAL and len(kind) == _LENGTH_OF_KIND
-        compared.wrong[kind[0] if is_usual else kind] = reason
-        return reason
+        longest, most = compared.sizes.get(kind, (0, 0))
+        compared.sizes[kind] = max(longest, call.length), max(most, total)
 
     def _compared(self, call: ModelCall) -> Compared:
         return compared_of(call.model)
@@ -171,7 +180,7 @@ class FirstBatches:
 
     def _is_due(self, kind: Hashable, call: ModelCall, compared: Compared, total: int = 0) -> bool:
         longest, most = compared.sizes.get(kind, (0, 0))
-        is_new = call.length >= 2 * longest or total >= 2 * most
+        is_new = call.length >= 2 * longest or 0 < 2 * most <= total  # of a head, no number of tokens is known
         is_again = self.mode == "always" or (self.is_foreign and compared.calls % SHARE == 0)
         if not (is_new or is_again) or families.ROW_INPUTS & call.arguments.keys() or self.scales_by_length:
             return False
@@ -199,7 +208,7 @@ _LENGTH_OF_KIND = 5
 def _kind_of(call: ModelCall, compared: Compared) -> tuple[Hashable, ...]:
     """What calls have in common of which one is compared. Its first item is the state of the modules."""
     state, model = compared.structure.state, call.model
-    return state, call.entry.head, model.training, frozenset(call.arguments), dtype_of(model)
+    return state, call.entry.head, model.training, frozenset(call.arguments), families.dtype_of(model)
 
 
 def _rows_to_compare(call: ModelCall) -> list[int]:
@@ -348,7 +357,7 @@ class _Comparison:
         got = self._packed(call).get("loss")
         if got is None:
             return None
-        if is_near_loss(got, want, dtype_of(self.call.model), max(self.rounding, self.largest)):
+        if is_near_loss(got, want, families.dtype_of(self.call.model), max(self.rounding, self.largest)):
             return None
         return f"the loss differs by {relative_error(got, want):.1e}"
 

@@ -20,7 +20,7 @@ from .. import families
 from ..pack.differences import HEAD
 from ..pack.packing import Packing
 from ..pack.routes import ModelCall, Unpatched
-from .errors import dtype_of, errors_of_tokens, floor_of, is_near_loss, most_rounding, relative_error
+from .errors import errors_of_tokens, floor_of, is_near_loss, most_rounding, relative_error
 from .running_again import choose_rows, comparing_model, pick_rows
 
 
@@ -31,12 +31,10 @@ class ComparisonOfHead:
     Attributes:
         call: the call, with the rows that are compared.
         packing: that of these rows.
-        largest: the largest relative difference.
     """
 
     call: ModelCall
     packing: Packing
-    largest: float = 0.0
 
     @classmethod
     def of(cls, call: ModelCall) -> ComparisonOfHead | None:
@@ -53,17 +51,16 @@ class ComparisonOfHead:
 
     def why_different(self) -> str | None:
         """What differs, or None."""
-        with comparing_model(self.call):
-            try:
-                padded = self._run(self.call.arguments)
-                with as_if_packed(self.call.base, self.packing):
-                    got = self._run(self.call.arguments)
-                names = [name for name, x in padded.items() if not self._is_same(x, got.get(name))]
-                if not names:
-                    return None
-                alone = [self._alone(row) for row in range(self.packing.rows)]
-            except Exception:  # the code of any model: the call itself raises it too
+        try:
+            padded = self._run(self.call.arguments)
+            with as_if_packed(self.call.base, self.packing):
+                got = self._run(self.call.arguments)
+            names = [name for name, x in padded.items() if not self._is_same(x, got.get(name))]
+            if not names:
                 return None
+            alone = [self._alone(row) for row in range(self.packing.rows)]
+        except Exception:  # the code of any model: the call itself raises it too
+            return None
         is_of_rows = {name: padded[name].dim() > 0 and len(padded[name]) == self.packing.rows for name in names}
         for name in names:
             if is_of_rows[name] and (error := self._error_alone(name, got[name], alone)) > self._limit:
@@ -77,10 +74,11 @@ class ComparisonOfHead:
     @property
     def _limit(self) -> float:
         model = self.call.model
-        return max(floor_of(model), most_rounding(model) if dtype_of(model).itemsize < 4 else 0.0)
+        return max(floor_of(model), most_rounding(model) if families.dtype_of(model).itemsize < 4 else 0.0)
 
     def _run(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        return values_by_name(Unpatched(replace(self.call, kwargs=arguments, arguments=arguments)).run())
+        with comparing_model(self.call):  # each time, because heads may have a state
+            return values_by_name(Unpatched(replace(self.call, kwargs=arguments, arguments=arguments)).run())
 
     def _alone(self, row: int) -> dict[str, Tensor]:
         """What the head gives for a row without padding."""
@@ -98,22 +96,21 @@ class ComparisonOfHead:
         if got is None or got.shape != padded.shape:
             return False
         if not padded.dim():
-            return is_near_loss(got, padded, dtype_of(self.call.model), 0.0)
+            return is_near_loss(got, padded, families.dtype_of(self.call.model), 0.0)
         if padded.shape[:2] == (self.packing.rows, self.packing.length):
             padded, got = self.packing.pack(padded), self.packing.pack(got)
         error = float(errors_of_tokens(got.flatten()[None], padded.flatten()[None]).max())
-        self.largest = max(self.largest, error)
         return error <= floor_of(self.call.model) / 10
 
     def _error_alone(self, name: str, got: Tensor, alone: list[dict[str, Tensor]]) -> float:
         """The largest relative error of a row, compared with the row alone."""
         errors = []
         for row, x in enumerate(got):
-            positions, own = self.packing.positions_of_row(row), alone[row].get(name)
-            if own is None or not len(own):
+            positions, of_row = self.packing.positions_of_row(row), alone[row].get(name)
+            if of_row is None or not len(of_row):
                 return float("inf")
-            mine, theirs = x, own[0]
-            if got.shape[:2] == (self.packing.rows, self.packing.length) and own.dim() > 1:
+            mine, theirs = x, of_row[0]
+            if got.shape[:2] == (self.packing.rows, self.packing.length) and of_row.dim() > 1:
                 mine, theirs = x[positions], theirs[positions - positions[0]]
             if mine.shape != theirs.shape:
                 return float("inf")
@@ -147,11 +144,14 @@ def as_if_packed(base: nn.Module, packing: Packing) -> Iterator[None]:
         hook.remove()
 
 
-def values_by_name(out: Any) -> dict[str, Tensor]:
-    """The tensors of numbers among the outputs of a forward, by name: of a mapping, a dataclass, a tuple, or one."""
+def values_by_name(out: Any, name: str = "") -> dict[str, Tensor]:
+    """The tensors of numbers in the outputs of a forward, by path: in mappings, dataclasses, tuples and lists."""
     if isinstance(out, Tensor):
-        out = (out,)
+        return {name or "its output": out} if out.is_floating_point() else {}
     if dataclasses.is_dataclass(out) and not isinstance(out, Mapping):
         out = vars(out)
     named = out.items() if isinstance(out, Mapping) else enumerate(out if isinstance(out, tuple | list) else ())
-    return {str(name): x for name, x in named if isinstance(x, Tensor) and x.is_floating_point()}
+    found: dict[str, Tensor] = {}
+    for key, x in named:
+        found |= values_by_name(x, f"{name}.{key}" if name else str(key))
+    return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from ...patching.handle import CheckMode
 from ...torch_private import backward_id, pytree
 from .. import families
-from ..pack.encoder_layers import EncoderCall, add_padded_to_layers, encoder_layers, packing_of, parts_of_call
+from ..pack.encoder_layers import EncoderModelCall, add_padded_to_layers, encoder_layers, packing_of
 from ..pack.packing import Packing
 from ..route.dropout import without_dropout
 from ..route.packed_row import LayerCalls, running
-from .errors import dtype_of, error_of, floor_of
+from .errors import error_of, floor_of
 from .find import MOST_PADDED_CLASSES, why_raised
 from .first_batches import compared_of
 from .later import are_sharded
@@ -45,39 +45,36 @@ class FirstBatchesOfLayers:
     mode: CheckMode = "first"
     padded: tuple[str, ...] = ()
 
-    def why_padded(self, entry: EncoderCall, model: Any, original: Any, arguments: dict[str, Any]) -> str | None:
+    def why_padded(self, call: EncoderModelCall) -> str | None:
         """Why the layers of a call run padded, or None. Compares the call if it is due."""
+        model, arguments = call.model, call.arguments
         mask = next((x for n, x in arguments.items() if n.endswith("attention_mask") and _is_mask(x)), None)
         if mask is None or backward_id() != -1 or are_sharded(model):
             return None
         compared = compared_of(model)
-        kind = compared.structure.state, model.training, frozenset(arguments), dtype_of(model)
+        kind = compared.structure.state, model.training, frozenset(arguments), families.dtype_of(model)
         if reason := compared.wrong.get(kind):
             return reason
         length, (before, _) = mask.shape[1], compared.sizes.get(kind, (0, 0))
         is_due = before == 0 or (self.mode == "first" and length >= 2 * before) or self.mode == "always"
         if not is_due or not (rows := choose_rows((mask != 0).sum(1).tolist(), longest=2**20)):
             return None
-        with comparing() as is_free:
-            if not is_free:
-                return None
-            compared.sizes[kind] = max(before, length), 0
-            picked = {name: pick_rows(x, rows, len(mask)) for name, x in arguments.items()}
-            reason, largest = self._compare(entry, model, original, picked)
-        if reason is None:
-            if largest is not None:
-                entry.handle.counts.compare(largest)
-            return None
-        compared.wrong[kind] = f"its first batch gave other values with packed layers: {reason}"
-        return compared.wrong[kind]
+        with comparing() as is_free:  # waits for a thread that may compare a call of this kind
+            if is_free and compared.sizes.get(kind, (0, 0)) == (before, 0):
+                picked = {name: pick_rows(x, rows, len(mask)) for name, x in arguments.items()}
+                reason, largest = self._compare(replace(call, arguments=picked))
+                if reason is not None:
+                    compared.wrong[kind] = f"its first batch gave other values with packed layers: {reason}"
+                elif largest is not None:
+                    call.entry.handle.counts.compare(largest)
+                compared.sizes[kind] = max(before, length), 0
+            return compared.wrong.get(kind)
 
-    def _compare(
-        self, entry: EncoderCall, model: Any, original: Any, arguments: dict[str, Any]
-    ) -> tuple[str | None, float | None]:
+    def _compare(self, call: EncoderModelCall) -> tuple[str | None, float | None]:
         """Why the packed layers are wrong, or None, and the largest difference. Finds the modules that run padded."""
         first: str | None = None
         while True:
-            comparison = _Comparison(model, original, arguments)
+            comparison = _Comparison(call)
             reason, kind = comparison.why_different()
             if reason is None:
                 return None, comparison.largest
@@ -85,7 +82,7 @@ class FirstBatchesOfLayers:
             if kind is None or kind in self.padded or len(self.padded) == MOST_PADDED_CLASSES:
                 return first, None
             self.padded += (kind,)
-            add_padded_to_layers(model, self.padded, entry.handle)
+            add_padded_to_layers(call.model, self.padded, call.entry.handle)
 
 
 _OF_TORCH = set(vars(nn))  # the module around one of these is the one that mixes
@@ -116,15 +113,18 @@ class _Run:
 class _Comparison:
     """The comparison of a call with some of its rows. `largest` is the largest difference, or None if nothing packs."""
 
-    model: Any
-    original: Any
-    arguments: dict[str, Any]
+    call: EncoderModelCall
     largest: float | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model that is called."""
+        return self.call.model
 
     def why_different(self) -> tuple[str | None, str | None]:
         """What differs, and the class of the module, if it is known."""
         with unchanged(self.model), without_dropout():
-            want = self._run(running(unpatched=parts_of_call(self.model)))
+            want = self._run(running(unpatched=self.call.inner))
             try:
                 got = self._run(running(layers=LayerCalls(lambda reason: None)))
             except Exception as error:  # the code of any model
@@ -152,7 +152,8 @@ class _Comparison:
         run = _Run()
         seed_all(0)
         with context, _recorded(self.model, run):
-            out = self.original(**{n: x.clone() if isinstance(x, Tensor) else x for n, x in self.arguments.items()})
+            arguments = {n: x.clone() if isinstance(x, Tensor) else x for n, x in self.call.arguments.items()}
+            out = self.call.original(**arguments)
         items = out.items() if hasattr(out, "items") else enumerate(pytree.tree_leaves(out))
         run.out = {
             f"{name}{n or ''}": x

@@ -19,20 +19,32 @@ from .rows import unchanged
 
 LONGEST_ROW = 4096  # positions, of rows that run padded
 FEWEST_TOKENS = 8  # of the shortest row, if another one has as many
-_lock = threading.Lock()
+LONGEST_WAIT = 60.0  # seconds, for a comparison in another thread
+
+
+class _Comparing:
+    """Whether a call is compared. Only the thread that holds the lock reads and writes it."""
+
+    lock = threading.RLock()
+    is_on = False
 
 
 @contextmanager
 def comparing() -> Iterator[bool]:
-    """A context in which compiled parts run eagerly. It gives False if another thread compares a call."""
-    if not _lock.acquire(blocking=False):
+    """A context of one thread at a time, in which compiled parts run eagerly.
+
+    It gives False inside of another one, and if another thread does not end: it may wait for this one.
+    """
+    if not _Comparing.lock.acquire(timeout=LONGEST_WAIT):
         yield False
         return
+    is_outer, _Comparing.is_on = not _Comparing.is_on, True
     try:
         with torch.compiler.set_stance("force_eager"):
-            yield True
+            yield is_outer
     finally:
-        _lock.release()
+        _Comparing.is_on = not is_outer
+        _Comparing.lock.release()
 
 
 @contextmanager

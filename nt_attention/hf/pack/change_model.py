@@ -16,6 +16,7 @@ from .. import families
 from ..families import Family, is_of_transformers
 from ..plan import Head, Plan
 from ..route.attention import NAME_OVER, register
+from ..route.by_name import name_for_patch
 from ..route.packed_row import counts_positions, embed_positions
 from ..route.rope import rotate_per_sequence, scales_by_length
 from ..transformers_private import ATTENTION, attention_attributes, attention_of, supports_sdpa
@@ -65,7 +66,8 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
     if not model.config.output_attentions:  # if set, no call is packed, and transformers only saves an eager config
         # calls that are not packed run on the implementation that the model had, eager or sdpa
         name = register(over or ("sdpa" if before != "eager" and supports_sdpa(model) else "eager"))
-        model.set_attn_implementation(name)
+        with name_for_patch():
+            model.set_attn_implementation(name)
         for config in _configs_of_layers(model, configs):
             if attention_of(config) in (before, over, over and NAME_OVER[over]):
                 kept.append((config, {ATTENTION: over or attention_of(config)}))
@@ -195,7 +197,7 @@ def make_padding_free(
         defaults, takes_any = _arguments(entry)
         is_base = families.base_model(entry) is entry
         first = (padding_id(base) or 0) + 1 if plan.positions == "ids" else 0
-        size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
+        size = Size.of(entry, first) if may_run_padded else None
         return PackedCall(
             handle=handle,
             plan=plan,

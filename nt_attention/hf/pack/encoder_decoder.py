@@ -43,6 +43,7 @@ from .rules import (
     is_divided_by_context_parallel,
     needs_samples,
     route_of,
+    was_given_other_attention,
     why_arguments_not_packed,
 )
 
@@ -194,17 +195,17 @@ class PackedSides(Packed):
     def run(self) -> Any:
         """Run the call."""
         model, arguments = self.call.model, dict(self.call.arguments)  # copied as in `Packed.run`
-        known = (model, *self.call.inner)
+        packed = (model, *self.call.inner)
         as_dict = arguments.pop("return_dict", model.config.return_dict)
         encoded = arguments.pop("encoder_outputs", None)
         if encoded is None:
             row, inputs = self._pack_source(arguments)
-            with running(row=row, known=known):
+            with running(row=row, packed=packed):
                 encoded = model.get_encoder()(**inputs)
         else:
             encoded = _packed_outputs(encoded, self.packing.source)
         row, inputs = self._pack_target(arguments)
-        with running(row=row, known=known):
+        with running(row=row, packed=packed):
             out = self.call.original(**inputs, encoder_outputs=encoded)
         of_source = [name for name in out if name in OF_SOURCE]
         pad_outputs(out, self.packing.source, names=of_source)
@@ -324,6 +325,7 @@ _RULES: tuple[Rule, ...] = (
     (is_divided_by_context_parallel, FallsBack),
     (needs_samples, FallsBack),
     (_has_other_arguments, FallsBack),
+    (was_given_other_attention, FallsBack),
     (_has_no_padding, Unpatched),
     (_has_holes, FallsBack),
     (differs_from_padded, FallsBack),

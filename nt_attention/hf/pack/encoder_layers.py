@@ -22,11 +22,7 @@ from transformers import PreTrainedModel
 
 from ...compiler import active_compiler, can_be_read, inline_only, is_compiling, outside_of_graphs
 from ...patching.forwards import (
-    CONTEXT_PARALLEL,
-    GRADIENTS_PER_SAMPLE,
     Handle,
-    has_gradients_per_sample,
-    is_context_parallel,
     is_recorded,
     override_forward,
     replacement_of,
@@ -43,18 +39,26 @@ from ...torch_private import (
 )
 from .. import families
 from ..plan import Plan
-from ..route.attention import NAMES
 from ..route.masks import source_of
 from ..route.packed_mask import PackedMask
 from ..route.packed_row import LayerCalls, PackedRow, current_layers, is_unpatched, running
-from ..transformers_private import attention_of
 from .attention_code import override_attention
 from .change_model import attention_modules
 from .packing import Packing
 from .padded_modules import add_padded_modules, group_by_length
+from .routes import FallsBack, ModelCall, Unpatched
+from .rules import (
+    NO_PADDING,
+    WEIGHTS,
+    Rule,
+    differs_from_padded,
+    is_divided_by_context_parallel,
+    needs_samples,
+    route_of,
+    was_given_other_attention,
+)
 
 MASK = "attention_mask"
-_NO_PADDING = "there is no padding to skip"
 _ROWS = "_nt_attention_rows_of_layers"
 
 
@@ -134,51 +138,81 @@ class EncoderCall:
             return original(*args, **kwargs)
         if is_unpatched(model) or current_layers() is not None:  # the model around it counts the call
             return original(*args, **kwargs)
-        layers = self._begin(model, original, args, kwargs, active_compiler())
-        if layers is None:
-            with running(unpatched=parts_of_call(model)):
-                return original(*args, **kwargs)
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        call = EncoderModelCall(self, model, original, args, kwargs, arguments, active_compiler())
+        if (route := self._route(call)) is not None:
+            return route.run()
+        layers = LayerCalls(self.handle.fall_back)
         with running(layers=layers):
             out = original(*args, **kwargs)
         if layers.reason is None or layers.packed:
-            self.handle.count(None if layers.packed else _NO_PADDING, *(layers.packed or ()))
+            self.handle.count(None if layers.packed else NO_PADDING, *(layers.packed or ()))
         return out
 
     @outside_of_graphs
-    def _begin(self, model: Any, original: Any, args: Any, kwargs: Any, compiler: Any) -> LayerCalls | None:
-        """What counts the layers of this call, or None if they run padded."""
-        arguments = dict(zip(self.names, args, strict=False)) | kwargs
-        masks = [x for name, x in arguments.items() if name.endswith(MASK) and isinstance(x, Tensor)]
-        if not masks:
-            return LayerCalls(self.handle.fall_back)
-        reason = self._why_padded(model, arguments)
-        if reason is None and compiler is not None:
-            reason = "torch.compile runs it: compile the parts of its layers instead"
-        if reason is None and not all(map(can_be_read, masks)):
-            reason = "the host can't read its mask"
-        if reason is None:
-            reason = self.first_batches.why_padded(self, model, original, arguments)  # it may find padded modules
-        if reason is None and self.first_batches.padded and any(map(_is_checkpointed, _items(model))):
-            reason = "gradient checkpoints would run its convolutions again, which is not supported for packed layers"
-        if reason is None:
-            return LayerCalls(self.handle.fall_back)
-        self.handle.fall_back(reason)
-        return None
+    def _route(self, call: EncoderModelCall) -> Unpatched | None:
+        return route_of(call, _RULES) if call.masks else None
 
-    def _why_padded(self, model: Any, arguments: dict[str, Any]) -> str | None:
-        """Why the layers of a call run padded, or None."""
-        layers = _items(model)
-        if is_context_parallel():
-            return CONTEXT_PARALLEL
-        if has_gradients_per_sample(model):
-            return GRADIENTS_PER_SAMPLE
-        if arguments.get("output_attentions") or getattr(model.config, "output_attentions", False):
-            return "it asks for attention weights"
-        if self.is_routed and (name := attention_of(model.config)) not in NAMES:
-            return f"its attention was set to {name!r} after the patch"
-        if any(has_compiled_call(layer) or inside_compiled(layer) is not layer for layer in layers):
-            return "its layers are compiled: compile their parts instead"
-        return None
+    def keeps_apart(self, model: Any) -> bool:
+        """True: a row has one recording or image."""
+        return True
+
+
+class EncoderModelCall(ModelCall):
+    """A call of a model whose layers pack."""
+
+    @property
+    def inner(self) -> tuple[Any, ...]:
+        """The patched models and layers in this one."""
+        return parts_of_call(self.model)
+
+    @property
+    def masks(self) -> list[Tensor]:
+        """The masks of padding."""
+        return [x for name, x in self.arguments.items() if name.endswith(MASK) and isinstance(x, Tensor)]
+
+
+def _asks_for_weights(call: EncoderModelCall) -> str | None:
+    """It, or its config, asks for what our attention does not compute."""
+    asks = call.arguments.get("output_attentions") or getattr(call.model.config, "output_attentions", False)
+    return WEIGHTS if asks else None
+
+
+def _has_compiled_layers(call: EncoderModelCall) -> str | None:
+    """A layer is compiled as a whole."""
+    if any(has_compiled_call(layer) or inside_compiled(layer) is not layer for layer in _items(call.model)):
+        return "its layers are compiled: compile their parts instead"
+    return None
+
+
+def _is_compiled(call: EncoderModelCall) -> str | None:
+    """The model is compiled as a whole."""
+    return None if call.compiler is None else "torch.compile runs it: compile the parts of its layers instead"
+
+
+def _has_unreadable_mask(call: EncoderModelCall) -> str | None:
+    """The host can't know where padding is."""
+    return None if all(map(can_be_read, call.masks)) else "the host can't read its mask"
+
+
+def _checkpoints_padded_modules(call: EncoderModelCall) -> str | None:
+    """A checkpoint would run a module on padded rows again."""
+    if call.entry.first_batches.padded and any(map(_is_checkpointed, _items(call.model))):
+        return "gradient checkpoints would run its convolutions again, which is not supported for packed layers"
+    return None
+
+
+_RULES: tuple[Rule, ...] = (
+    (is_divided_by_context_parallel, FallsBack),
+    (needs_samples, FallsBack),
+    (_asks_for_weights, FallsBack),
+    (was_given_other_attention, FallsBack),
+    (_has_compiled_layers, FallsBack),
+    (_is_compiled, FallsBack),
+    (_has_unreadable_mask, FallsBack),
+    (differs_from_padded, FallsBack),  # it may find modules that run padded
+    (_checkpoints_padded_modules, FallsBack),
+)
 
 
 def _is_checkpointed(layer: nn.Module) -> bool:

@@ -8,10 +8,9 @@ Dimensions: B rows of a padded batch and L positions in a row, as in the bucket;
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,12 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...graphs.cache import CapturedCalls, process_settings, why_not_a_graph
-from ...graphs.capture import Bucket, Computed, Sizes, Work, tensors_of
+from ...graphs.cache import CapturedCalls, why_not_a_graph
+from ...graphs.capture import Bucket, Computed, Form, Sizes, Work, tensors_of
 from ...graphs.device import NotCapturedError
 from ...kernels.select import selection_key
 from ...layouts.bounded import BoundedLayout
+from ...layouts.known import layout_of_mask
 from ...layouts.reading import to_device
+from ...layouts.rows import scatter_rows
 from ...modules.graphs import without_lengths
 from ...patching.forwards import PatchedForward
 from .. import families
@@ -35,7 +36,6 @@ from ..transformers_private import attention_of
 from .attention_code import make_cached_tensors
 from .inputs import uncounted_labels
 from .packing import Packing, begin_padded, read_bits
-from .padded_on_read import Padding
 
 # The arguments that a graph can take.
 _TENSORS = {"input_ids", "inputs_embeds", "token_type_ids", "attention_mask", "labels", "shift_labels"}
@@ -47,131 +47,85 @@ _NUMBER = "num_items_in_batch"  # another number in each batch, so it is an inpu
 class BoundedPacking(Packing):
     """The tokens of a batch that only the device knows. Packed rows have N rows, `layout.total`.
 
+    In `index`, further rows have the position B · L, which no padded row has.
+
     Attributes:
-        mask: (B, L) bool, True at tokens.
-        token: (B·L,) int64, the number of tokens up to each position, minus 1.
-        padded: the tensors (B, L, …) that were made.
-        packed: outputs (1, N, …) that are padded later, see `pad_later`.
+        made: the outputs that this packing made, and their form.
     """
 
-    mask: Tensor
-    token: Tensor
-    padded: list[Tensor] = field(default_factory=list)
-    packed: list[Tensor] = field(default_factory=list)
+    made: list[tuple[Tensor, Form]] = field(default_factory=list)
 
     @classmethod
     def of_mask(cls, mask: Tensor, tokens: int) -> BoundedPacking:
         """The packing of a mask (B, L) with up to `tokens` tokens, which the host does not read."""
-        mask = mask != 0
         rows, length = mask.shape
-        offsets = torch.nn.functional.pad(mask.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-        token = mask.flatten().cumsum(0) - 1
-        index = offsets.new_zeros(tokens + 1, dtype=torch.int64)
-        positions = torch.arange(rows * length, device=mask.device)
-        index.scatter_(0, torch.where(mask.flatten(), token, tokens).clamp_(max=tokens), positions)
-        layout = BoundedLayout(offsets, length, tokens)
-        # further rows are copies of the first token, because ids at padding may be invalid
-        index = torch.where(torch.arange(tokens, device=mask.device) < offsets[-1], index[:-1], index[0])
-        token = token.clamp_(0, max(0, tokens - 1))
-        return cls(layout, index, rows, length, mask=mask, token=token)
+        is_token = mask.flatten() != 0
+        lengths = is_token.view(rows, length).sum(1, dtype=torch.int32)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        index = offsets.new_full((tokens + 1,), rows * length, dtype=torch.int64)  # and one place for padding
+        token = torch.where(is_token, is_token.cumsum(0) - 1, tokens).clamp_(max=tokens)
+        index.scatter_(0, token, torch.arange(rows * length, device=mask.device))
+        return cls(BoundedLayout(offsets, length, tokens), index[:-1], rows, length)
 
-    @property
-    def saves_nothing(self) -> bool:
-        return False
+    def pack(self, padded: Tensor) -> Tensor:
+        """As in `Packing`. Further rows are copies of the first token, because ids at padding may be invalid."""
+        assert self.index is not None
+        index = self.index.where(self.index < self.rows * self.length, self.index[0])
+        return padded.expand(self.rows, *padded.shape[1:]).flatten(0, 1).index_select(0, index).unsqueeze(0)
 
     def first_tokens(self, packed: Tensor) -> Tensor:
         return self._nearest(packed, torch.zeros(1, dtype=torch.int64, device=packed.device)).squeeze(1)
 
     def pad_with_nearest(self, packed: Tensor) -> Tensor:
-        return self._keep(self._nearest(packed, torch.arange(self.length, device=packed.device)))
-
-    def tokens_at(self, positions: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        row = torch.arange(self.rows, device=positions.device)[:, None]
-        flat = row * self.length + positions
-        token = self.token[flat]
-        if nearest:
-            first = self.layout.offsets[:-1, None].clamp(max=self.layout.total - 1)
-            is_token = self.mask.any(1, keepdim=True).expand_as(flat)
-            token = torch.maximum(token, first)
-        else:
-            is_token = self.mask.flatten()[flat]
-        return token.where(is_token, 0), is_token
+        return self._keep(super().pad_with_nearest(packed), "padded")
 
     def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
         assert self.index is not None
-        index = torch.where(self.mask.flatten(), self.token, packed.shape[1])  # one further row, for padding
-        padded = cast(Tensor, _Pad.apply(packed.squeeze(0), index, self.index, self.layout, value))
-        return self._keep(padded.unflatten(0, (self.rows, self.length)))
+        shape = self.rows * self.length + 1, 1, *packed.shape[2:]  # and one row for further rows
+        padded = scatter_rows(packed.squeeze(0), self.index, shape, value)[:-1]
+        return self._keep(padded.view(self.rows, self.length, *packed.shape[2:]), "padded")
 
     def pad_later(self, packed: Tensor, value: float = 0.0) -> Tensor:
         """The tensor itself: the graph ends with it, and its result is padded when it is read."""
-        self.packed.append(packed)
-        return packed
+        return self._keep(packed, "packed")
 
-    def _keep(self, padded: Tensor) -> Tensor:
-        self.padded.append(padded)
-        return padded
+    def _keep(self, x: Tensor, kind: Any) -> Tensor:
+        self.made.append((x, Form(kind)))
+        return x
+
+    def form_of(self, output: Tensor) -> Form:
+        """The form of an output of the model."""
+        of_rows = output.dim() > 0 and output.shape[0] == self.rows
+        return next((form for x, form in self.made if x is output), Form("rows" if of_rows else "other"))
 
 
-@dataclass(frozen=True, eq=False)
-class OfMask(Padding):
-    """The padding of a batch whose mask was read, for outputs of a graph: made only if one of them is read.
+@dataclass(frozen=True)
+class HostMask:
+    """The mask of a batch, on the host.
 
     Attributes:
         is_token: (B, L), True at tokens.
-        device: that of the outputs.
-        ignores_labels, shares_rows: as in `Packing`.
+        ignores_labels, shares_rows, begins_padded: as in `Packing`.
     """
 
     is_token: NDArray[np.bool_]
-    device: torch.device
     ignores_labels: bool = False
     shares_rows: ClassVar[bool] = False
-
-    @functools.cached_property
-    def _packing(self) -> Packing:
-        return Packing.of(to_device(self.is_token, self.device), None, *self.padded_shape)
 
     @property
     def begins_padded(self) -> bool:
         return begin_padded(self.is_token)
 
-    @functools.cached_property
-    def token_shape(self) -> tuple[int, int]:
-        return 1, int(np.count_nonzero(self.is_token))
-
     @property
-    def padded_shape(self) -> tuple[int, int]:
+    def sizes(self) -> Sizes:
+        """The sizes of the batch."""
         rows, length = self.is_token.shape
-        return rows, length
+        return Sizes(rows, length, int(np.count_nonzero(self.is_token)))
 
-    def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
-        return self._packing.pad(packed, value)
-
-    def unpad(self, gradient: Tensor) -> Tensor:
-        return self._packing.unpad(gradient)
-
-    def tokens_of(self, packed: Tensor) -> tuple[Tensor, Any]:
-        return self._packing.tokens_of(packed)
-
-
-class _Pad(torch.autograd.Function):
-    """Packed rows (N, …) → padded rows (B·L, …). Both directions gather: the gradient of a token is at its position.
-
-    It has no packing, which has the padded tensors: autograd would keep what it saves until Python collects cycles.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, packed: Tensor, of_padded: Tensor, of_packed: Tensor, layout: BoundedLayout, value: float
-    ) -> Tensor:
-        ctx.of_packed, ctx.layout = of_packed, layout
-        return torch.cat([packed, packed.new_full((1, *packed.shape[1:]), value)]).index_select(0, of_padded)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed = ctx.layout.fill_past_end(grad.index_select(0, ctx.of_packed), 0.0)
-        return packed, None, None, None, None
+    def packing(self, device: torch.device) -> Packing:
+        """The packing, for outputs that are padded when they are read."""
+        index = to_device(np.flatnonzero(self.is_token), device)
+        return Packing(layout_of_mask(self.is_token, device), index, *self.is_token.shape)
 
 
 def run_as_graph(
@@ -182,10 +136,8 @@ def run_as_graph(
     head: Head | None,
     returns_cache: Callable[[], bool],
     run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
-) -> tuple[Any, Sizes, OfMask]:
-    """Run a packed call as a CUDA graph, and return its result, its sizes, and how outputs are padded that are not yet.
-
-    Syncs with the device once, for the mask.
+) -> tuple[Any, HostMask]:
+    """Run a packed call as a CUDA graph, and return its result and its mask. Syncs with the device once, for the mask.
 
     Args:
         graphs: the graphs of the model.
@@ -202,83 +154,45 @@ def run_as_graph(
     if (reason := _why_not(model, arguments, graphs.training)) is not None:
         raise NotCapturedError(reason)
     tokens: Tensor = arguments.get("input_ids", arguments.get("inputs_embeds"))  # type: ignore[assignment]
-    rows, length = tokens.shape[:2]
-    mask = arguments.get("attention_mask")
-    padding = OfMask(np.ones((rows, length), np.bool_), tokens.device)
-    if mask is not None:
-        padding = _read_mask(mask, uncounted_labels(arguments, mask, head))
-    sizes = Sizes(rows, length, padding.token_shape[1])
+    inputs = {name: x for name, x in sorted(arguments.items()) if isinstance(x, Tensor) and name != _NUMBER}
+    options = {name: x for name, x in arguments.items() if name not in inputs and name != _NUMBER}
+    if "attention_mask" in inputs:
+        read = _read_mask(inputs["attention_mask"], uncounted_labels(arguments, inputs["attention_mask"], head))
+    else:  # a graph has a mask in each call
+        read = HostMask(np.ones(tokens.shape[:2], np.bool_))
+        inputs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    sizes = read.sizes
     if not sizes.tokens:
         raise NotCapturedError("the batch has no tokens")
-    if sizes.tokens == rows * length and returns_cache():
+    if read.is_token.all() and returns_cache():
         raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
-    inputs, options = _divide(arguments, tokens)
-
-    def shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
-        first = bucket[0].sequences, bucket[0].longest
-        return {name: x.shape if name == _NUMBER else (*first, *x.shape[2:]) for name, x in inputs.items()}
+    forms = dict.fromkeys(inputs, Form("padded"))
+    if (number := arguments.get(_NUMBER)) is not None:
+        inputs[_NUMBER] = torch.as_tensor(number, device=tokens.device).detach()
+        forms[_NUMBER] = Form("other")
 
     def function(static: dict[str, Tensor], bucket: Bucket) -> Computed:
+        extend_tables(model, bucket[0].longest)
         make_cached_tensors(model, tokens.device)
         packing = BoundedPacking.of_mask(static["attention_mask"], bucket[0].tokens)
         with without_lengths():
             out = run(packing, {**options, **static})
-        return Computed(out, [_form_of(x, packing) for x in tensors_of(out)], packing.layout)
+        return Computed(out, [packing.form_of(x) for x in tensors_of(out)], packing.layout)
 
-    of_inputs = tuple([(name, x.dtype, x.dim(), x.shape[2:], x.device) for name, x in inputs.items()])
-    work = Work(
-        module=model,
-        key=(is_compiled, _settings(model, tokens.device), repr(sorted(options.items())), of_inputs),
-        inputs=inputs,
-        shapes=shapes,
-        zeroed=frozenset({"attention_mask"}),
-        function=function,
-        part=lambda x, form: _part(x, form, sizes),
-        prepare=lambda bucket: extend_tables(model, bucket[0].longest),
-    )
-    return graphs.run(work, (sizes,)), sizes, padding
+    config: Any = model.config
+    of_config = config.return_dict, repr(config.output_hidden_states), attention_of(config)
+    key = is_compiled, *of_config, *selection_key("auto"), repr(sorted(options.items()))
+    work = Work(module=model, options=key, sizes=(sizes,), inputs=inputs, forms=forms, function=function)
+    return graphs.run(work), read
 
 
-def _divide(arguments: dict[str, Any], tokens: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inputs of a graph, which has a mask in each call, and the arguments that are a part of its key."""
-    inputs = {name: x for name, x in sorted(arguments.items()) if isinstance(x, Tensor)}
-    options = {name: x for name, x in arguments.items() if name not in inputs and name != _NUMBER}
-    if "attention_mask" not in inputs:
-        ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        inputs = {"attention_mask": ones, **inputs}
-    if (number := arguments.get(_NUMBER)) is not None:
-        inputs.pop(_NUMBER, None)
-        inputs[_NUMBER] = torch.as_tensor(number, device=tokens.device).detach()
-    return inputs, options
-
-
-def _form_of(x: Tensor, packing: BoundedPacking) -> str:
-    """What the first dimensions of an output are: "padded", "packed", "rows" or "other"."""
-    if any(x is one for one in packing.padded):
-        return "padded"
-    if any(x is one for one in packing.packed):
-        return "packed"
-    return "rows" if x.dim() and x.shape[0] == packing.rows else "other"
-
-
-def _part(x: Tensor, form: str, sizes: Sizes) -> Tensor:
-    """The part of an output of a graph that belongs to the batch."""
-    if form == "padded":  # (B, L, …)
-        return x[: sizes.sequences, : sizes.longest]
-    if form == "packed":  # (1, T, …)
-        packed = x[:, : sizes.tokens]
-        has_padding = sizes.tokens < sizes.sequences * sizes.longest  # else nothing is packed, as without graphs
-        return packed if has_padding else packed.view(sizes.sequences, sizes.longest, *x.shape[2:])
-    return x[: sizes.sequences] if form == "rows" else x
-
-
-def _read_mask(mask: Tensor, uncounted: Tensor | None) -> OfMask:
-    """The padding of a mask (B, L). Syncs with the device once."""
+def _read_mask(mask: Tensor, uncounted: Tensor | None) -> HostMask:
+    """A mask (B, L) on the host. Syncs with the device once."""
     is_token, *others = read_bits([mask != 0] if uncounted is None else [mask != 0, uncounted])
     begins = is_token[:, 1:] & ~is_token[:, :-1]
     if (np.count_nonzero(begins, axis=1) + is_token[:, :1].any(1)).max(initial=0) > 1:
         raise NotCapturedError("its rows have padding between tokens")
-    return OfMask(is_token, mask.device, bool(others and others[0].any()))
+    return HostMask(is_token, bool(others and others[0].any()))
 
 
 def _why_not(model: PreTrainedModel, arguments: dict[str, Any], training: bool) -> str | None:
@@ -300,10 +214,3 @@ def _why_not(model: PreTrainedModel, arguments: dict[str, Any], training: bool) 
         return "its inputs differ in their device or in their first two dimensions"
     forward = vars(base := families.base_model(model)).get("forward")
     return None if isinstance(forward, PatchedForward) and forward.module is base else "its forward was replaced"
-
-
-def _settings(model: PreTrainedModel, device: torch.device) -> tuple[object, ...]:
-    """Settings of the process and the config on which the captured work depends."""
-    config: Any = model.config
-    of_config = (config.return_dict, repr(config.output_hidden_states), attention_of(config))
-    return (*process_settings(device), *selection_key("auto"), *of_config)

@@ -6,6 +6,7 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,45 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ...compiler import outside_of_graphs
+from ...layouts.known import SequenceLayout
 from ...torch_private import is_transformed, pytree
 from .. import families
 from ..route.packed_row import why_no_row
 from .packing import Packing
 from .padded_on_read import Padding
-from .small_batches import PaddedPacking
 from .tensor_parallel import is_distributed
+
+
+@dataclass(frozen=True)
+class PaddedPacking(Padding):
+    """The rows of a padded batch, of which the host does not know the lengths.
+
+    Attributes:
+        is_padding: (B, L) bool.
+    """
+
+    is_padding: Tensor
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """(B, L), the first two dimensions of outputs with a value for each token."""
+        rows, length = self.is_padding.shape
+        return rows, length
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        return self.token_shape
+
+    def unpad(self, gradient: Tensor) -> Tensor:
+        return self.pad(gradient)
+
+    def tokens_of(self, packed: Tensor) -> tuple[Tensor, Any]:
+        layout = SequenceLayout.from_attention_mask(~self.is_padding)
+        return layout.pack(packed), layout
+
+    def pad(self, padded: Tensor, value: float = 0.0) -> Tensor:
+        """Write `value` to the padding of (B, L, …)."""
+        return padded.masked_fill(self.is_padding.view(*self.token_shape, *[1] * (padded.dim() - 2)), value)
 
 
 class UnknownOutputError(Exception):
@@ -70,9 +103,8 @@ def pad_outputs(
 @outside_of_graphs
 def pad_later(out: ModelOutput, padding: Padding) -> None:
     """Let outputs (1, T, …) that a CUDA graph has computed beside a loss be padded when they are read."""
-    if out.get("loss") is not None:
-        for name in [name for name in out if name not in families.OTHER_OUTPUTS]:
-            _pad_tokens(out, name, padding, later=True)
+    for name in [name for name in out if name not in families.OTHER_OUTPUTS]:
+        _pad_tokens(out, name, padding, later=True)
 
 
 def _pad_tokens(out: ModelOutput, name: str, padding: Padding, later: bool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from ...compiler import TRACING, active_compiler, can_be_read, inline_only, outside_of_graphs
@@ -18,15 +17,16 @@ from .. import families
 from ..families import Family
 from ..plan import Head, Plan
 from ..route.attention import NAME_OVER, NAMES, register
+from ..route.by_name import why_rows_mixed
 from ..route.hand_packed import refuse_packed_rows
 from ..route.packed_mask import PackedMask, is_bypass_mask
-from ..route.packed_row import current_row, has_known_rows, is_compared, rows_of_head
+from ..route.packed_row import current_row, is_compared, rows_of_head, runs_packed
 from ..transformers_private import attention_of
 from .inputs import arguments_of
 from .routes import AsGraph, ModelCall, Packed, Unpatched, passing_rows, run_route
 from .rules import AFTER_GRAPH, BEFORE_GRAPH, route_of
 from .shared_prefixes import IS_COMPILED, run_shared
-from .small_batches import Size, costs_of, may_run_padded
+from .small_batches import Size, is_measured, may_run_padded
 
 PackingMode = Literal["auto", "always"]
 
@@ -57,6 +57,7 @@ class SequenceHeadCall:
             )
         call = ModelCall(self, model, original, args, kwargs, arguments, active_compiler())
         if (reason := self._why_padded(call)) is not None:
+            refuse_packed_rows(model, arguments, f"this call can't run packed: {reason}")
             self.handle.fall_back(reason)
             return Unpatched(call).run()
         with passing_rows(call):
@@ -64,8 +65,11 @@ class SequenceHeadCall:
 
     @outside_of_graphs
     def _why_padded(self, call: ModelCall) -> str | None:
-        first = self.first_batches
-        return None if first is None or call.is_inner or first.is_settled(call) else first.why_padded(call)
+        return None if self.first_batches is None or call.is_inner else self.first_batches.why_padded(call)
+
+    def keeps_apart(self, model: PreTrainedModel) -> bool:
+        """False: a head that runs padded gets one sequence in a row."""
+        return False
 
 
 def add_rows_of_head(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
@@ -150,7 +154,7 @@ class PackedCall:
     @inline_only
     def _is_packed_by_head(self, model: PreTrainedModel) -> bool:
         """Whether the head has packed the batch, though it passes no mask to its base model."""
-        return self.is_base and self.needs_row and current_row() is not None and has_known_rows(model)
+        return self.is_base and self.needs_row and runs_packed(model)
 
     # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
     @outside_of_graphs
@@ -176,24 +180,22 @@ class PackedCall:
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
         if call.compiler is not None or self.size is None or tokens is None or is_compared():
             return False
-        if (costs := costs_of(tokens.device)) is None or not may_run_padded(arguments):
+        first = self.first_batches
+        if self.handle.graphs is not None and first is not None and not first.is_settled(call):
+            return False  # it is compared first, so that later calls run as graphs
+        if not is_measured(tokens.device) or not may_run_padded(arguments):
             return False
         if not can_be_read(arguments["attention_mask"]):  # as on a CPU: an error says what to do
             return False
-        if (parameter := families.first_parameter(base)) is None:  # a replica of DataParallel
+        if families.first_parameter(base) is None:  # a replica of DataParallel
             return False
-        device_type = tokens.device.type
-        is_autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if is_autocast else parameter.dtype
-        # a checkpoint runs forwards without and with gradients, which must draw the same random numbers
-        training = base.training or torch.is_grad_enabled()
         rows, length = tokens.shape[:2]
-        return self.size.is_too_small(rows, length, dtype, costs, training)
+        return self.size.is_too_small(rows, length, families.dtype_of(base).itemsize)
 
     def keeps_apart(self, model: PreTrainedModel) -> bool:
         """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""
         is_ours = self.is_routed and attention_of(model.config) in NAMES
-        return is_ours and not self.needs_row
+        return is_ours and not self.needs_row and why_rows_mixed(model) is None
 
     @inline_only
     def run_row(self, model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -29,10 +29,9 @@ from .attention_code import make_cached_tensors
 from .differences import tell_differences
 from .graphs import BoundedPacking, run_as_graph
 from .inputs import default_position_ids, read_packing, tokens_to_keep
-from .outputs import UnknownOutputError, pad_later, pad_outputs
+from .outputs import PaddedPacking, UnknownOutputError, pad_later, pad_outputs
 from .packing import Packing
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch
-from .small_batches import PaddedPacking
 
 if TYPE_CHECKING:
     from ...patching.forwards import Handle
@@ -106,7 +105,7 @@ class ModelCall:
         # No graph can do these, and layers may be compiled.
         make_cached_tensors(self.model, packing.layout.device)
         extend_tables(self.model, packing.length)
-        return Packed(self, packing) if self.entry.handle.mesh is None else Sharded(self, self.sharded)
+        return Packed(self, packing) if self.entry.handle.mesh is None else PackedOnMesh(self, self.sharded)
 
     @functools.cached_property
     def sharded(self) -> ShardedPacking:
@@ -146,14 +145,12 @@ class Unpatched:
     def run(self) -> Any:
         """Run the call."""
         call = self.call
-        known: dict[str, Any] = {}
-        if "position_ids" in call.arguments or "cu_seq_lens_q" in call.arguments:
-            known = {"known": ()}
-        elif call.inner and not call.is_inner:  # else the model around it may know more
-            known = {"known": (call.model, *call.inner)}
-        if not call.is_inner:
-            known |= {"small": self.small}
-        with running(row=None, padded=True, unpatched=call.inner, **known):
+        # Attention keeps rows apart that the caller packed, where the entry lets them pass.
+        names_sequences = not families.ROW_INPUTS.isdisjoint(call.arguments) or "position_ids" in call.arguments
+        of_call: dict[str, Any] = {}
+        if not call.is_inner:  # else the model around it knows more
+            of_call = {"small": self.small, "padded": not (names_sequences and call.entry.keeps_apart(call.model))}
+        with running(row=None, unpatched=call.inner, **of_call):
             return call.original(*call.args, **call.kwargs)
 
 
@@ -246,7 +243,7 @@ class Packed:
         if kept is not None:
             packed["logits_to_keep"] = kept[0].flatten()
         row = PackedRow(packing.layout, packed["position_ids"], packing.length)
-        with running(row=row if entry.needs_row else None, known=(call.model, *call.inner), small=None):
+        with running(row=row if entry.needs_row else None, packed=(call.model, *call.inner), small=None):
             out = entry.run_row(call.model, call.original, packed)
         self._finish_loss(out, share)
         self._restore(out, kept)
@@ -297,7 +294,7 @@ def run_route(route: Any) -> Any:
     return FallsBack.take(route.call, reason).run()
 
 
-class Sharded(Packed):
+class PackedOnMesh(Packed):
     """`Packed`, with the tokens of this rank of the mesh."""
 
     packing: ShardedPacking
@@ -338,16 +335,17 @@ class AsGraph:
                 raise NotCapturedError("its convolutions along the row are not supported there")
             arguments = {**call.arguments, "return_dict": True}
             head = call.entry.head
-            out, sizes, padding = run_as_graph(
+            out, read = run_as_graph(
                 graphs, call.model, arguments, is_compiled, head, self._returns_cache, self._run_packed
             )
         except NotCapturedError as error:
             graphs.count(str(error))
             raise
-        call.tell_differences(padding)
+        call.tell_differences(read)
         graphs.count(None)
-        call.entry.handle.count(None, sizes.sequences * sizes.longest, sizes.tokens)
-        pad_later(out, padding)
+        call.entry.handle.count(None, read.is_token.size, read.sizes.tokens)
+        if out.get("loss") is not None:
+            pad_later(out, read.packing(out["loss"].device))
         as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
         return out if as_dict else out.to_tuple()
 

@@ -32,6 +32,7 @@ from .shared_prefixes import may_share
 from .tensor_parallel import DIVIDES_TOKENS, divides_tokens
 
 NO_PADDING = "there is no padding to skip"
+WEIGHTS = "it asks for attention weights"
 NO_MASK = "it has no attention_mask, so all positions count as tokens"
 Rule = tuple[Callable[[Any], str | None], type[Unpatched]]
 
@@ -53,6 +54,14 @@ def is_divided_by_context_parallel(call: ModelCall) -> str | None:
 def needs_samples(call: ModelCall) -> str | None:
     """Opacus takes the rows for samples."""
     return GRADIENTS_PER_SAMPLE if has_gradients_per_sample(call.model) else None
+
+
+def was_given_other_attention(call: ModelCall) -> str | None:
+    """Its attention is not ours any more."""
+    name = vars(call.model.config).get(ATTENTION)  # the __getattribute__ of a config is a Python function: it takes µs
+    if not call.entry.is_routed or name in NAMES:
+        return None
+    return f"its attention was set to {attention_of(call.model.config)!r} after the patch"
 
 
 def has_other_arguments(call: ModelCall) -> str | None:
@@ -139,6 +148,7 @@ BEFORE_GRAPH: tuple[Rule, ...] = (
     (is_divided_by_context_parallel, FallsBack),
     (needs_samples, FallsBack),
     (has_other_arguments, FallsBack),
+    (was_given_other_attention, FallsBack),
     (has_no_padding_id, FallsBack),
     (head_needs_rows, HeadFallsBack),
 )
@@ -155,7 +165,7 @@ AFTER_GRAPH: tuple[Rule, ...] = (
 _NOT_PACKED = {
     **dict.fromkeys((*families.CACHE, "cache_params"), CONTINUES_FROM_CACHE),
     "use_cache": "it asks for a cache",
-    "output_attentions": "it asks for attention weights",
+    "output_attentions": WEIGHTS,
     "output_router_logits": "it asks for router logits, whose loss needs the padded mask",
     "encoder_hidden_states": "it has encoder_hidden_states for cross-attention",
 }
@@ -170,7 +180,7 @@ def why_arguments_not_packed(
     An argument that is not known may be one of the head, if `base` is passed and its class does not name it.
     """
     config = model.config
-    of_config = vars(config)  # the __getattribute__ of a config is a Python function, which takes µs
+    of_config = vars(config)
     is_ours = of_config.get(ATTENTION) in NAMES
     if not (is_routed and is_ours) and config.output_attentions:  # transformers allows it with its eager attention only
         return "the config asks for attention weights"
@@ -188,8 +198,6 @@ def why_arguments_not_packed(
         return "its attention_mask is not (batch, length)"
     if position_ids is not None and position_ids.dim() != 2 and not has_axes(position_ids, mask):
         return "its position_ids are not (batch, length)"
-    if is_routed and not is_ours:
-        return f"its attention was set to {attention_of(config)!r} after the patch"
     if divides_tokens(model):
         return DIVIDES_TOKENS
     return None

@@ -24,15 +24,16 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._warnings import warn
-from ...compiler import TracedShardedLayout, is_traced
+from ...compiler import is_traced
 from ...functional import varlen_attention
 from ...kernels.masks import Window, distances
 from ...layouts.known import SequenceLayout
-from ...layouts.protocol import Layout
+from ...layouts.protocol import Layout, Sharded
 from ...layouts.reading import owner_of
 from ...patching.forwards import is_context_parallel
 from ..transformers_private import supports_sdpa
 from . import masks, positions
+from .by_name import counts_positions
 from .dropout import rate_of
 from .packed_mask import CannotMaskError, PackedMask, is_bypass_mask
 from .packed_row import SmallCall, current_row, small_call_of, why_no_row
@@ -202,7 +203,7 @@ def attention(
         call = call.with_defaults(is_causal)
         layouts, mask = _layouts_of_call(call, mask, cu_seq_lens_q, cu_seq_lens_k, position_ids)
     if layouts is not None and (mask is not None or position_bias is not None):
-        if getattr(layouts[0], "is_sharded", False):
+        if isinstance(layouts[0], Sharded):
             raise ValueError("a model with a mask or a position bias of its own can't run with mesh=: leave it out.")
         mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
         layouts = None
@@ -213,7 +214,7 @@ def _layouts_of_patch(call: _AttentionCall, mask: Tensor | None, offsets: Tensor
     """The layouts of a row that the patch has packed: the mask has it, or else the offsets do, as in a graph."""
     is_sharded = offsets.dim() == 0  # `ShardedLayout.handle`
     if is_traced(call.query):
-        traced: Any = TracedShardedLayout(offsets) if is_sharded else SequenceLayout.in_this_graph(offsets)
+        traced: Any = Sharded.in_graph(offsets) if is_sharded else SequenceLayout.in_this_graph(offsets)
         return traced, traced
     layout: Any = None if mask is None else owner_of(mask)
     if layout is None:  # the mask was copied
@@ -239,11 +240,10 @@ def _layouts_of_call(
         forward_token, mask = mask, None
     if cu_seq_lens_q is not None:
         layouts = _layouts_of_offsets(call, cu_seq_lens_q, cu_seq_lens_k, traced, forward_token)
-    elif ids is not None and not ids.is_meta and _may_be_packed(call, ids):
+        if not traced and counts_positions(getattr(call.module, "config", None)):
+            _check_positions(call, ids, layouts[0])
+    elif ids is not None and positions.may_show_sequences(ids, call.module, query, key):
         layouts, mask = _layouts_of_positions(call, mask, ids, forward_token)
-    if mask is not None and not traced and masks.source_of(mask) is None and _is_self(call):
-        layout = masks.layout_beside(call.over, mask, query.shape[0], query.shape[2])
-        layouts = layouts or (None if layout is None else (layout, layout))
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
         if call.over == "eager":
@@ -252,6 +252,19 @@ def _layouts_of_call(
             layout = positions.one_sequence_per_row(query.shape[0], query.shape[2], query.device)
             layouts = layout, layout
     return layouts, mask
+
+
+def _check_positions(call: _AttentionCall, ids: Tensor | None, layout: Layout) -> None:
+    """Check that the positions of a model that counts them begin again with each sequence of the offsets."""
+    rows, layer = call.query.shape[0], getattr(call.module, "layer_idx", None)
+    if layout.batch_size == rows or (ids is not None and not positions.can_read_layout(ids, rows, layer, None)):
+        return
+    read = None if ids is None or ids.dim() != 2 else positions.read_layout(ids, rows, layer, None)
+    if read is None or not read.same_lengths(layout):
+        raise ValueError(
+            f"{type(call.module).__name__} got cu_seq_lens_q without position_ids that begin again with each sequence, "
+            "and its model counts positions along the row: pass such position_ids, or call nt_attention.patch(model)."
+        )
 
 
 def _layouts_of_positions(
@@ -277,7 +290,7 @@ def _layouts_of_positions(
 
 def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
-    if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
+    if isinstance(layout, Sharded) and call.options.get("dropout"):
         raise ValueError(
             "attention dropout is not supported with mesh=: before the model is made, set attention_dropout, or "
             "attention_probs_dropout_prob in BERT, to 0 in its config."
@@ -397,20 +410,6 @@ def _layouts_of_offsets(
                 f"all {what}{'; in cross-attention, these are those of the encoder' if which == 'k' else ''}."
             )
     return layout, layout if layout.same_lengths(key_layout) else key_layout  # collators make two equal tensors
-
-
-def _may_be_packed(call: _AttentionCall, position_ids: Tensor) -> bool:
-    """Whether positions can show where sequences begin: only in self-attention without a cache."""
-    query = call.query
-    if position_ids.dim() != 2 or position_ids.shape[1] != query.shape[2]:
-        return False  # with three dimensions (M-RoPE), positions need not increase by one
-    return position_ids.shape[0] in (1, query.shape[0]) and _is_self(call)
-
-
-def _is_self(call: _AttentionCall) -> bool:
-    """Whether a call is self-attention without a cache, of several tokens."""
-    is_cross = bool(getattr(call.module, "is_cross_attention", False)) or "Cross" in type(call.module).__name__
-    return call.query.shape[2] == call.key.shape[2] > 1 and not is_cross
 
 
 def _causal_mask(call: _AttentionCall) -> Tensor:

@@ -2,7 +2,6 @@
 
 Libraries pack batches by themselves if the name of the implementation contains "flash". transformers loads the
 functions of flash-attn by that name, and gets those of `compat.flash_attn`, which also run and train on a CPU.
-Where packed sequences begin is read once in a forward, not in each layer, and also for models that do not pass it on.
 
 Dimensions: B rows, T query and S key tokens of a row, H query heads, G key heads, D and Dv head dims.
 """
@@ -20,10 +19,9 @@ from transformers.integrations import flash_attention, hub_kernels
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, flash_attention_mask
 
 from ...compat import flash_attn
-from ...compiler import is_in_jit_trace, is_tracing
-from ...layouts.protocol import Layout
-from .masks import is_plain, keeper
-from .running_call import running_call
+from ...compiler import is_traced
+from . import positions
+from .masks import is_plain
 
 FLASH_NAME = "nt_attention/flash"
 _LEFT_OUT = ("position_bias", "s_aux", "sinks", "indices", "block_indices")
@@ -39,7 +37,7 @@ def attention(
     Args:
         module: the attention module of the model.
         query, key, value: (B, H, T, D), (B, G, S, D) and (B, G, S, Dv).
-        attention_mask: (B, S), or what `mask` returns for packed rows, or None.
+        attention_mask: (B, S), or None.
         options: the options of `flash_attention_forward`.
 
     Returns:
@@ -52,56 +50,49 @@ def attention(
     for name in _LEFT_OUT:
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__} passes {name}, which flash attention does not have: {_ADVICE}")
-    layout: Layout | None = None if attention_mask is None else getattr(keeper(attention_mask), _ROWS, None)
-    if layout is not None:
-        attention_mask = None
-        options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), layout.cu_seqlens)
-        options |= dict.fromkeys(("max_length_q", "max_length_k"), layout.max_seqlen)
-    elif attention_mask is not None and attention_mask.dim() != 2:
+    if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             f"flash attention takes an attention mask (B, S), but got {tuple(attention_mask.shape)}: {_ADVICE}"
         )
-    elif attention_mask is not None and _may_be_cross(module):  # transformers takes it for the mask of the queries too
+    if attention_mask is not None and _may_be_cross(module):  # transformers takes it for the mask of the queries too
         raise ValueError(
             f"{type(module).__name__} may be cross-attention, in which transformers' flash attention is wrong beside "
             f"padding: call nt_attention.patch(model), or {_ADVICE}"
         )
+    ids = options.get("position_ids")
+    if attention_mask is None and ids is not None and options.get("cu_seq_lens_q") is None and not is_traced(query):
+        options |= _lengths_of(ids, module, query, key)
     forward = flash_attention.flash_attention_forward
     out: tuple[Tensor, None] = forward(module, query, key, value, attention_mask, **options)
     return out
 
 
-_ROWS = "_nt_attention_rows"
+def _lengths_of(ids: Tensor, module: nn.Module, query: Tensor, key: Tensor) -> dict[str, Any]:
+    """The lengths of the sequences, if positions begin again in a row. They are read once in a forward."""
+    which = ids, len(query), getattr(module, "layer_idx", None), None
+    if not positions.may_show_sequences(ids, module, query, key) or not positions.can_read_layout(*which):
+        return {}
+    if (layout := positions.read_layout(*which)) is None:
+        return {}
+    offsets = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), layout.cu_seqlens)
+    return offsets | dict.fromkeys(("max_length_q", "max_length_k"), layout.max_seqlen)
 
 
 def _may_be_cross(module: Any) -> bool:
-    is_cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
-    return is_cross or getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    is_in_both = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    return is_in_both or positions.is_cross_attention(module)
 
 
 def mask(**arguments: Any) -> Tensor | None:
-    """transformers' `flash_attention_mask` (B, S), or None; or, for rows that the caller packed, what has their layout.
+    """transformers' `flash_attention_mask` (B, S), or None.
 
     Raises:
-        ValueError: the model's mask is not only made of causality, a window, packed rows and padding; or the model
-            would mix the sequences of a row; or such a row has padding.
+        ValueError: the model's mask is not only made of causality, a window, packed rows and padding.
     """
-    config, token_mask = arguments.get("config"), arguments.get("attention_mask")
     if arguments.get("use_vmap") or not is_plain(arguments.get("mask_function", causal_mask_function)):
-        model = getattr(config, "model_type", "this model")
+        model = getattr(arguments.get("config"), "model_type", "this model")
         raise ValueError(f"flash attention can't compute the attention mask of {model}: {_ADVICE}")
     made: Tensor | None = flash_attention_mask(**arguments)
-    rows, length, offset = arguments["batch_size"], arguments["q_length"], arguments.get("q_offset", 0)
-    is_whole = isinstance(offset, int) and offset == 0 and length == arguments["kv_length"]
-    call = running_call() if is_whole and not (is_tracing() or is_in_jit_trace()) else None
-    if call is None:
-        return made
-    call.check("flash")
-    if (layout := call.layout(rows, length, token_mask)) is not None:
-        if made is not None:
-            raise ValueError("a row with several sequences has padding: pack rows without padding, or one in each row.")
-        made = torch.ones(rows, 1, 1, length, dtype=torch.bool, device=layout.device)  # refused if it is changed
-        setattr(keeper(made), _ROWS, layout)
     return made
 
 

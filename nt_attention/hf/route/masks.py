@@ -6,7 +6,7 @@ Dimensions: B rows, L positions of a row.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,9 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...compiler import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
-from ...layouts.protocol import Layout
 from ...layouts.reading import new_forward_token
 from ...torch_private import is_transformed
-from .running_call import RunningCall, has_scaled_rope, running_call
+from .packed_row import runs_padded
 
 MaskFunction = Callable[..., Any]
 # Models that pass is_causal, sliding_window, cu_seq_lens and position_ids to every attention call.
@@ -35,9 +34,6 @@ _PASS_GEOMETRY = {
     "solar_open", "starcoder2", "vaultgemma", "xlm-roberta", "xlm-roberta-xl", "youtu",
 }  # fmt: skip
 
-# Those of them that pass on cu_seq_lens, but not position_ids.
-_PASS_LENGTHS_ONLY = {"distilbert", "esm", "modernbert"}
-
 # Mask functions whose masks attention can compute from is_causal, sliding_window, cu_seq_lens and position_ids.
 _PLAIN = {
     part.__code__
@@ -50,7 +46,6 @@ _PLAIN = {
     )
 }
 _AND = stock.and_masks().__code__
-_CHUNKED = stock.chunked_overlay(1, torch.empty(0)).__code__
 _REMAP = {  # older versions of transformers have none
     remap(stock.causal_mask_function, torch.empty(0)).__code__
     for name, remap in vars(stock).items()
@@ -74,11 +69,8 @@ def mask(*, over: str, **arguments: Any) -> Tensor | None:
     """
     token_mask, offset = arguments.get("attention_mask"), arguments.get("q_offset", 0)
     whole = isinstance(offset, int) and offset == 0 and arguments["q_length"] == arguments["kv_length"]
-    call = running_call() if whole and not (is_tracing() or is_in_jit_trace()) else None
-    layout = None if call is None else _packed_by_caller(call, over, arguments)
     if (
         whole
-        and layout is None
         and not arguments.get("use_vmap")  # set if the caller combined another mask with the model's
         and _passes_geometry(arguments.get("config"))
         and is_plain(arguments.get("mask_function", stock.causal_mask_function))
@@ -87,76 +79,15 @@ def mask(*, over: str, **arguments: Any) -> Tensor | None:
         if token_mask is None or is_all_true(token_mask):
             return new_forward_token(arguments.get("device") or torch.device("cpu")) if is_tracing() else None
         arguments |= _NO_SKIPS  # which would read the mask once more
-    if layout is not None:
-        arguments = _kept_apart(arguments, layout)
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**arguments)
     if whole and isinstance(made, Tensor):
         function = arguments.get("mask_function", stock.causal_mask_function)
-        sees_all = function is stock.bidirectional_mask_function and not arguments.get("use_vmap") and layout is None
-        source = Source(token_mask, call is None or call.names_sequences, sees_all)
-        setattr(keeper(made), _SOURCE, source)
+        sees_all = function is stock.bidirectional_mask_function and not arguments.get("use_vmap")
+        setattr(keeper(made), _SOURCE, Source(token_mask, not runs_padded(), sees_all))
     return made
 
 
-def _packed_by_caller(call: RunningCall, over: str, arguments: dict[str, Any]) -> Layout | None:
-    """The sequences of rows that the caller packed, if the mask must keep them apart, because the model does not pass
-    on where they begin. None if there are no such rows.
-
-    Raises:
-        ValueError: the model can't keep them apart.
-    """
-    call.check(over)
-    config = arguments.get("config")
-    passes = _passes_geometry(config) and (bool(call.lengths) or config.model_type not in _PASS_LENGTHS_ONLY)  # type: ignore[union-attr]
-    if not call.names_sequences or (passes and not has_scaled_rope(call.model)):
-        return None
-    layout = call.layout(arguments["batch_size"], arguments["q_length"], arguments.get("attention_mask"))
-    return None if passes else layout
-
-
-def layout_beside(over: str, made: Tensor, rows: int, length: int) -> Layout | None:
-    """The sequences of rows that the caller packed, for a mask (B, 1, L, L) that the model has made by itself.
-
-    None if there are no such rows, or if the caller passed a mask of four dimensions, which has its own packing.
-
-    Raises:
-        ValueError: the model can't keep them apart.
-    """
-    storage = keeper(made)
-    if not hasattr(storage, _ROWS):  # all layers get the same mask
-        call, layout = running_call(), None
-        if call is not None and not call.has_own_mask:
-            call.check(over)
-            layout = call.layout(rows, length, None if call.token_mask is None else call.token_mask != 0)
-        setattr(storage, _ROWS, layout)
-    of_rows: Layout | None = getattr(storage, _ROWS)
-    return of_rows
-
-
-_ROWS = "_nt_attention_rows"
-
-
-def _kept_apart(arguments: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """The arguments of a mask function for a mask in which a token sees its own sequence only."""
-    shape = arguments["batch_size"], arguments["q_length"]
-    function = arguments.get("mask_function", stock.causal_mask_function)
-    sequence, position = layout.sequence_ids.view(shape), layout.position_ids.view(shape)
-    if _CHUNKED in set(_codes(function)) and _REMAP.isdisjoint(_codes(function)):
-        function = stock.remap_positions_for_packed_sequence(function, position)
-    function = stock.and_masks(function, stock.packed_sequence_mask_function(sequence))
-    return {**arguments, **_NO_SKIPS, "mask_function": function}
-
-
 _NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-
-
-def _codes(mask_function: MaskFunction) -> Iterator[Any]:
-    """The code of a mask function, and of those that it combines."""
-    code = getattr(mask_function, "__code__", None)
-    yield code
-    if code is _AND:
-        for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
-            yield from _codes(part)
 
 
 class Source(NamedTuple):

@@ -98,8 +98,7 @@ class _Thread(threading.local):
         unpatched: models that run their original forward and count nothing, because the model around them runs so.
         rows_of_head: the base model of the head that runs, and the arguments of the head that say which sequences its
             rows have, which many heads do not pass on.
-        known: patched models whose rows need no search for sequences that the caller has packed: their caller has not
-            said where sequences begin, or they run a packed row.
+        packed: the patched models that run the packed row.
         layers: the layers of the model that runs, if they pack; None in other models, and if a checkpoint runs a layer
             again.
         small: a call that runs as in the unpatched model over sdpa, and whose rows have one sequence each; or None.
@@ -111,7 +110,7 @@ class _Thread(threading.local):
         self.padded = False
         self.unpatched: tuple[Any, ...] = ()
         self.rows_of_head: tuple[Any, dict[str, Any]] = (None, {})
-        self.known: tuple[Any, ...] = ()
+        self.packed: tuple[Any, ...] = ()
         self.layers: LayerCalls | None = None
         self.small: SmallCall | None = None
         self.compared = False
@@ -151,9 +150,9 @@ def is_unpatched(model: Any) -> bool:
     return any(other is model for other in _thread.unpatched)
 
 
-def has_known_rows(model: Any) -> bool:
-    """Whether the rows of a patched model need no search, see `_Thread`."""
-    return any(other is model for other in _thread.known)
+def runs_packed(model: Any) -> bool:
+    """Whether a patched model, or the model around it, runs a packed row that is in `current_row`."""
+    return _thread.row is not None and any(other is model for other in _thread.packed)
 
 
 def rows_of_head(model: Any) -> dict[str, Any]:

@@ -10,12 +10,28 @@ from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...compiler import is_captured, is_replayed
 from ...layouts.known import SequenceLayout, layout_where
 from ...layouts.protocol import Layout
 from ...layouts.reading import TOKEN_SHAPE, cache_with, find_cached
+
+
+def may_show_sequences(position_ids: Tensor, module: nn.Module, query: Tensor, key: Tensor) -> bool:
+    """Whether positions can show an attention module where sequences begin: in self-attention without a cache.
+
+    `query` and `key` are (B, H, L, D) and (B, G, S, D). With three dimensions (M-RoPE), positions need not increase by
+    one.
+    """
+    rows, length = query.shape[0], query.shape[2]
+    is_self = not is_cross_attention(module) and key.shape[2] == length > 1
+    return is_self and not position_ids.is_meta and position_ids.shape in ((rows, length), (1, length))
+
+
+def is_cross_attention(module: nn.Module) -> bool:
+    """Whether an attention module says that its keys are those of another model."""
+    return bool(getattr(module, "is_cross_attention", False)) or "Cross" in type(module).__name__
 
 
 def starts(position_ids: Tensor, token_mask: Tensor | None = None) -> Tensor:

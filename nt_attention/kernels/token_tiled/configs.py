@@ -1,8 +1,8 @@
 """Tile sizes: for each size of shared memory a table by head dim, dtype and lengths. Nothing is tuned at run time.
 
 Those of the largest memory were measured on an H200, and above head dim 256 on an H100 (torch 2.11, Triton 3.6), with
-`python benchmarks/tune_token_tiled.py` on the workloads of `cli/workloads.py`. The other tables were not measured: they
-have smaller tiles where these do not fit (`tests/token_tiled/compile_token_tiled.py`).
+`python benchmarks/tune_token_tiled.py` on the workloads of `benchmarks/workloads.py`. The other tables were not
+measured: they have smaller tiles where these do not fit (`tests/token_tiled/compile_token_tiled.py`).
 """
 
 from __future__ import annotations

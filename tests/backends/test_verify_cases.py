@@ -1,29 +1,23 @@
-"""The cases of `python -m nt_attention check`, and the faults that they find."""
+"""The cases of `tools/verify_backends.py`, and the faults that they find."""
 
 import dataclasses
 import itertools
 
 import pytest
 import torch
+import verify_backends
+from verified_cases import FEW, FEW_KEYS, case, few_runs  # noqa: F401
+from verify_backends import Finding, cases_of, run_case
 
-from nt_attention.cli import cases
-from nt_attention.cli.cases import Case, Finding, cases_of, run_case
-from nt_attention.cli.workloads import CAUSAL, Workload
 from nt_attention.kernels import support
 from nt_attention.kernels.backend import HeadDims
 from nt_attention.kernels.backends import cpu, flash_attn_4, reference
 from nt_attention.kernels.call import FEATURES, AttentionSpec
 from nt_attention.kernels.select import BACKENDS
 
+pytestmark = pytest.mark.usefixtures("few_runs")
+
 CPU = torch.device("cpu")
-
-FEW, FEW_KEYS = (1, 17, 0, 5, 31), (4, 13, 3, 0, 19)
-
-
-@pytest.fixture(autouse=True)
-def _few_runs(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # ``check`` sets it
-    monkeypatch.setattr(cases, "DETERMINISTIC_RUNS", 3)
 
 
 @pytest.fixture
@@ -42,12 +36,6 @@ def fake(registered_variant):
         registered_variant(cpu.BACKEND, "fake", **{"forward": forward, "backward": backward} | changes)
 
     return make
-
-
-def case(which="64", backend="fake", dtype=torch.float32, head_dim=16, value_dim=16, lengths=FEW, **fields):
-    kind = "features" if which in FEATURES else "head dims"
-    fields = {"kv_heads": 4, "options": CAUSAL} | fields
-    return Case(backend, dtype, kind, Workload(which, "", lengths, 4, head_dim=head_dim, value_dim=value_dim, **fields))
 
 
 class TestCPUBackend:
@@ -165,7 +153,7 @@ class TestFaultyBackend:
             return reference.forward(query, key, value, call)
 
         ignored = {"softcap": 0.0, "score_mod": None, "mask_mod": None, "alibi": False, "relative": ()}
-        options = cases.FIELDS[feature]["options"]
+        options = verify_backends.FIELDS[feature]["options"]
         assert run_case(case(feature, "reference", options=options), CPU).result == "both"
         fake(forward=forward, backward=None, differentiable=True, features=frozenset(FEATURES))
         found = run_case(case(feature, options=options), CPU)
@@ -178,7 +166,7 @@ class TestFaultyBackend:
             return [grad * 1.1 if at == 3 + wrong else grad for at, grad in enumerate(given)]
 
         fake(grads=grads)
-        found = run_case(case("relative bias", options=cases.FIELDS["relative bias"]["options"]), CPU)
+        found = run_case(case("relative bias", options=verify_backends.FIELDS["relative bias"]["options"]), CPU)
         assert found.result == "forward"
         assert found.details.startswith("gradients off by ")
 

@@ -1,6 +1,8 @@
-"""``python -m nt_attention tune --held-out N``: how much slower ``"auto"`` is than the fastest backend.
+"""How much slower ``"auto"`` is than the fastest backend, on random batches, on this GPU.
 
-The batches are drawn: lengths, heads, head dims and masks. Expected times are fitted to others (``tune.py``). Every
+    python benchmarks/held_out.py [--batches N] [--seed N] [--minutes N] [--rows FILE]
+
+The batches are drawn: lengths, heads, head dims and masks. Expected times are fitted to others (`tune`). Every
 backend that can run a batch takes part but ``flex``, which compiles for each, and the reference. Bursts take turns.
 The times are those of the device. A call takes at least the host's time, unless a CUDA graph replays it: the second
 ratio is of the longer of both.
@@ -16,16 +18,21 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from by_turns import host_us
+from workloads import CAUSAL, Workload, draw_lengths
 
-from ..functional import explain
-from ..kernels.cost_model import FEW_ROWS
-from . import timing
-from .implementations import CaseInputs, attention
-from .workloads import CAUSAL, Workload, draw_lengths
+from nt_attention.cli.calls import CaseInputs, attention
+from nt_attention.cli.environment import device_name, output_file, positive
+from nt_attention.cli.timing import device_ms
+from nt_attention.cli.tune import counts
+from nt_attention.functional import explain
+from nt_attention.kernels.cost_model import FEW_ROWS
+from nt_attention.kernels.measurements import versions
 
 HEAD_DIMS = (64, 64, 64, 128, 128, 128, 256, 96, 32, (192, 128), 80, 192)
 _WINDOWS: tuple[dict[str, Any], ...] = ({"windows": (63, 4096)}, {"windows": (63, 1024), "sided": 2})
@@ -62,11 +69,25 @@ class Result:
         return f"{ratios}  {self.direction:<7}  {self.about}; auto is {self.auto}; ms: {', '.join(times)}"
 
 
-def main(options: argparse.Namespace, device: torch.device) -> int:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=positive, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, help="after this time, no further batch is measured")
+    parser.add_argument("--rows", type=output_file, metavar="FILE", help="also write the measured times to this file")
+    options, device = parser.parse_args(), torch.device("cuda")
+    if not torch.cuda.is_available():
+        parser.error("it needs a GPU")
+    print(f"{device_name(device)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
+    run(options, device)
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """Draw batches and print each result, then a summary."""
     source, began, results = random.Random(options.seed), time.perf_counter(), []
-    for i in range(options.held_out):
+    for i in range(options.batches):
         if options.minutes and time.perf_counter() - began > 60 * options.minutes:
-            print(f"the time is over after {i} of {options.held_out} batches")
+            print(f"the time is over after {i} of {options.batches} batches")
             break
         for result in compare(draw(source), device):
             results.append(result)
@@ -75,7 +96,6 @@ def main(options: argparse.Namespace, device: torch.device) -> int:
             text = json.dumps([dataclasses.asdict(each) for each in results], indent=1)
             options.rows.write_text(text + "\n", "utf-8")
     print(summary(results, options.seed))
-    return 0
 
 
 def summary(results: list[Result], seed: int) -> str:
@@ -161,8 +181,18 @@ def compare(workload: Workload, device: torch.device, dtype: torch.dtype = torch
                 print(f"{name} failed: {(str(error).splitlines() or [''])[0]}; {workload.about}")
         if explanation.chosen not in functions:
             continue
-        times = timing.device_ms_by_turns(functions, ROUNDS, BURST)
-        host = {name: timing.host_us(function) / 1000 for name, function in functions.items()}
-        counts, expected = inputs.counts(direction == "both"), explanation.expected_us or {}
-        results.append(Result(workload.about, direction, explanation.chosen, times, host, expected, counts))
+        times = device_ms_by_turns(functions)
+        host = {name: host_us(function) / 1000 for name, function in functions.items()}
+        row, expected = counts(inputs, direction == "both"), explanation.expected_us or {}
+        results.append(Result(workload.about, direction, explanation.chosen, times, host, expected, row))
     return results
+
+
+def device_ms_by_turns(functions: dict[str, Callable[[], Any]]) -> Times:
+    """The device time of each function in ms: the median over bursts of calls, which take turns."""
+    times = [{name: device_ms(functions[name], 1, BURST) for name in functions} for _ in range(ROUNDS)]
+    return {name: statistics.median(each[name] for each in times) for name in functions}
+
+
+if __name__ == "__main__":
+    main()

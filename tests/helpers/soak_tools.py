@@ -1,4 +1,4 @@
-"""What the programs of ``check --soak`` call: tensors with NaN around them, calls with their gradients, comparisons.
+"""What the programs of ``soak.py`` call: tensors with NaN around them, calls with their gradients, comparisons.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv the head dims of keys and of values.
 """
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.relative import TERMS, RelativeBias
-from ..layouts.known import SequenceLayout
-from ..layouts.paged import PagedLayout
-from ..layouts.tree import TreeLayout
+from nt_attention.kernels.relative import TERMS, RelativeBias
+from nt_attention.layouts.known import SequenceLayout
+from nt_attention.layouts.paged import PagedLayout
+from nt_attention.layouts.tree import TreeLayout
 
 # The largest error of an element, relative to the size of its row.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.008, torch.bfloat16: 0.05}

@@ -1,4 +1,6 @@
-"""``python -m nt_attention check --soak MINUTES``: random calls of the backends, compared with float64.
+"""Random calls of the backends, compared with float64.
+
+    python tests/helpers/soak.py [--minutes M] [--draws N] [--seed N] [--device D] [--backends NAME …]
 
 A draw is a program of about ten lines, which runs as it is printed if it fails. So a printed program repeats its
 failure. What no kernel may read is NaN: memory around the tensors, rows past the last sequence, and unused pages.
@@ -10,18 +12,20 @@ import argparse
 import gc
 import itertools
 import random
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from soak_tools import FORMS, OF_KEYS, OF_QUERIES, TOLERANCES
 
-from ..kernels import registry
-from ..kernels.backend import Backend
-from ..kernels.relative import TERMS
-from ..torch_private import FakeTensor
-from .environment import device_name
-from .soak_tools import FORMS, OF_KEYS, OF_QUERIES, TOLERANCES
+from nt_attention.cli.environment import backends_of, device_name, devices, positive
+from nt_attention.kernels import registry
+from nt_attention.kernels.backend import Backend
+from nt_attention.kernels.relative import TERMS
+from nt_attention.torch_private import FakeTensor
 
 EDGES = (0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200)  # lengths
 DIMS = (1, 5, 8, 16, 24, 32, 64, 72, 96, 128, 192, 256, 320, 576)
@@ -34,8 +38,8 @@ NOT_SUPPORTED = "backend={!r}: it cannot run this call."
 LAYOUTS = ("lengths", "offsets", "mask", "bounds", "nested", "tree", "paged", "dropout")  # the last has lengths too
 HEADER = """import torch
 import nt_attention as nta
-from nt_attention.cli.cases import every_third, tilt
-from nt_attention.cli.soak_tools import *"""
+from nt_attention.cli.check import every_third, tilt
+from soak_tools import *"""
 
 
 @dataclass
@@ -204,15 +208,25 @@ class Row:
                 self.skipped += 1
                 return
             self.failed = f"{type(error).__name__}: {error}"
-            print(f"\n{name}, draw {self.draws}: {self.failed}\nThis program repeats it:\n\n{program}\n", flush=True)
+            print(f"\n{name}, draw {self.draws}: {self.failed}", flush=True)
+            print(f"This program repeats it, in tests/helpers:\n\n{program}\n", flush=True)
         finally:
             names.clear()  # the functions in it refer to it, so its tensors would stay until the next collection
 
 
-def main(options: argparse.Namespace, names: list[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run draws of all backends by turns. A backend that fails gets no further draws."""
-    device, rows = torch.device(options.device), {name: Row() for name in names}
-    end = time.monotonic() + 60 * options.soak if options.soak else float("inf")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1.0, help="run random calls for this time; default: 1")
+    parser.add_argument("--draws", type=positive, help="of each backend; fewer if the time ends before")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=devices(), default=devices()[0])
+    parser.add_argument("--backends", nargs="+", choices=list(registry.backends()), help="default: all but reference")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    names = options.backends or [name for name in backends_of(device) if name != "reference"]
+    rows = {name: Row() for name in names}
+    end = time.monotonic() + 60 * options.minutes
     before, grown = None, ""
     same = DRAWS_OF_A_KERNEL if device.type == "cuda" else 1
     for number in itertools.count():
@@ -240,3 +254,7 @@ def held(device: torch.device) -> tuple[int, int]:
     gc.collect()
     tensors = sum(issubclass(kind := type(x), torch.Tensor) and kind is not FakeTensor for x in gc.get_objects())
     return tensors, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

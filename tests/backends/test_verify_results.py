@@ -1,4 +1,4 @@
-"""The results of `python -m nt_attention check`: summarized, printed, saved; and the command."""
+"""The results of `tools/verify_backends.py`: summarized, printed, saved; and the command."""
 
 import dataclasses
 import json
@@ -8,33 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import verify_backends as check
+from verified_cases import FEW, case, few_runs  # noqa: F401
+from verify_backends import Case, Finding, main
 
-from nt_attention.__main__ import main
-from nt_attention.cli import cases, check
-from nt_attention.cli.cases import Case, Finding
+from nt_attention.cli.calls import Workload
 from nt_attention.cli.environment import device_name
-from nt_attention.cli.workloads import CAUSAL, Workload
 from nt_attention.kernels import support, token_tiled
 from nt_attention.kernels.backends import cpu, flash_attn_4, torch_flash
-from nt_attention.kernels.call import FEATURES, AttentionSpec
+from nt_attention.kernels.call import AttentionSpec
 
-COMMAND = "python -m nt_attention check"
+COMMAND = "python tools/verify_backends.py"
+
+pytestmark = pytest.mark.usefixtures("few_runs")
 
 CPU = torch.device("cpu")
-
-FEW, FEW_KEYS = (1, 17, 0, 5, 31), (4, 13, 3, 0, 19)
-
-
-@pytest.fixture(autouse=True)
-def _few_runs(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # ``check`` sets it
-    monkeypatch.setattr(cases, "DETERMINISTIC_RUNS", 3)
-
-
-def case(which="64", backend="fake", dtype=torch.float32, head_dim=16, value_dim=16, lengths=FEW, **fields):
-    kind = "features" if which in FEATURES else "head dims"
-    fields = {"kv_heads": 4, "options": CAUSAL} | fields
-    return Case(backend, dtype, kind, Workload(which, "", lengths, 4, head_dim=head_dim, value_dim=value_dim, **fields))
 
 
 class TestResults:
@@ -100,7 +88,7 @@ class TestResults:
         written = json.loads(file.read_text())
         assert written["results"] == results
         assert written["versions"]["torch"] == version("torch")
-        assert written["command"].startswith("python -m nt_attention")
+        assert written["command"].startswith("python tools/verify_backends.py")
         assert len(written["date"].split("-")) == 3
         monkeypatch.setattr(support.resources, "files", lambda _: tmp_path)
         support.verified_on.cache_clear()
@@ -136,7 +124,7 @@ class TestCheckCommand:
         monkeypatch.setattr(check, "cases_of", short)
 
     def test_check_prints_the_results(self, capsys):
-        assert main(["check", "--device", "cpu", "--backends", "cpu"]) == 0
+        main(["--device", "cpu", "--backends", "cpu"])
         lines = capsys.readouterr().out.splitlines()
         assert lines[2] == f"cpu: {cpu.BACKEND.about}"
         assert lines[3].split() == ["float32", "head", "dims", "right:", "16"]
@@ -151,33 +139,33 @@ class TestCheckCommand:
             return [Finding(case, "both", "…") for case in cases]
 
         monkeypatch.setattr(check, "run_in_processes", run_here)
-        assert main(["check", "--device", "cpu", "--backends", "cpu", "--jobs", "3"]) == 0
+        main(["--device", "cpu", "--backends", "cpu", "--jobs", "3"])
         assert jobs_of == [3]
         assert "right: 16" in capsys.readouterr().out.replace("  ", " ")
 
     @pytest.mark.sweep
     def test_check_in_processes_prints_the_same_results(self, capsys):
-        assert main(["check", "--device", "cpu", "--backends", "cpu", "--jobs", "2"]) == 0
+        main(["--device", "cpu", "--backends", "cpu", "--jobs", "2"])
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[-1] for line in lines[3:]] == ["16", "heads"]
 
     def test_check_saves_to_a_file(self, tmp_path, capsys):
         file = tmp_path / "a" / "b" / "support.json"
-        assert main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16", "--save", str(file)]) == 0
+        main(["--device", "cpu", "--backends", "cpu", "--which", "16", "--save", str(file)])
         assert json.loads(file.read_text())["results"] == {"cpu": {"float32": {"head dims": {"16": "both"}}}}
         assert f"saved in {file}" in capsys.readouterr().out
 
     def test_check_prints_what_is_not_right(self, capsys, monkeypatch):
         details = "gradients off by 9.0 of PyTorch's own error"
         monkeypatch.setattr(check, "run_case", lambda case, device: Finding(case, "forward", details))
-        main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16"])
+        main(["--device", "cpu", "--backends", "cpu", "--which", "16"])
         lines = capsys.readouterr().out.splitlines()
         assert lines[3].split() == ["float32", "head", "dims", "right", "without", "gradients:", "16"]
         assert lines[4].strip() == f"float32, head dims 16 at 16/16: {details}"
 
     def test_check_save_without_a_file_needs_a_gpu(self, capsys):
         with pytest.raises(SystemExit) as exit:
-            main(["check", "--device", "cpu", "--backends", "cpu", "--save"])
+            main(["--device", "cpu", "--backends", "cpu", "--save"])
         assert exit.value.code == 2
         assert "--save without a file is for a CUDA device" in capsys.readouterr().err
 
@@ -198,7 +186,7 @@ class TestCheckCommand:
     )
     def test_invalid_check_arguments(self, arguments, details, capsys):
         with pytest.raises(SystemExit) as exit:
-            main(["check", "--device", "cpu", *arguments])
+            main(["--device", "cpu", *arguments])
         assert exit.value.code == 2
         assert details in capsys.readouterr().err
 
