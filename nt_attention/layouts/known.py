@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from .reading import (
     plain,
     read_offsets,
     starts_of_positions,
-    state_of,
     to_device,
 )
 from .rows import fill_rows_from, scatter_rows
@@ -43,9 +42,7 @@ from .traced import TracedLayout
 if TYPE_CHECKING:
     from .reading import Ints
 
-_T = TypeVar("_T")
-_LAYOUTS = "layouts"  # of an offsets tensor, by their bounds
-_MOST_BOUNDS = 8
+_LAYOUT = "layout"  # of an offsets tensor, with a bound or None
 
 
 class SequenceLayout(Layout):
@@ -80,12 +77,11 @@ class SequenceLayout(Layout):
     """
 
     first: int  # the first offset, which is not 0 in some NestedTensors
-    _host: Tensor
+    host: Tensor
     _offsets: Tensor  # (B+1,) int32, which kernels and operators get
     _longest: int
-    _cache: Cache
-    _copies: dict[torch.dtype, weakref.ref[Tensor]]  # of the offsets
     _padded_index: Tensor | None
+    _copies: dict[torch.dtype, weakref.ref[Tensor]]  # of the offsets, which users have
 
     def __init__(
         self,
@@ -115,12 +111,12 @@ class SequenceLayout(Layout):
             sum_of_squares=int(lengths.dot(lengths)),
             padded_length=padded_length,
             has_holes=has_holes,
-            _host=torch.from_numpy(ends),
+            host=torch.from_numpy(ends),
+            cache=Cache(offsets.device),
             _offsets=offsets,
             _longest=longest,
-            _cache=Cache(offsets.device),
-            _copies={},
             _padded_index=padded_index,
+            _copies={},
         )
         offsets.untyped_storage().owner = weakref.ref(self)  # type: ignore[attr-defined]
 
@@ -139,35 +135,29 @@ class SequenceLayout(Layout):
             return cls(*offsets_of_lengths(lengths, device), **of_mask)
 
     @classmethod
-    def read(cls, offsets: Tensor) -> dict[int | None, SequenceLayout]:
-        """The layouts of `offsets` (B+1,), by the bounds with which they were made. There is at least one.
+    def read(cls, offsets: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
+        """The layout of `offsets` (B+1,), with a bound if it is not None.
 
         This syncs the first time that a tensor object is passed, and after each in-place change of it. On a GPU,
         inference tensors are read each time, because they have no version counter. So are the outputs of a compiled
         function that runs as a CUDA graph: each replay writes other values to them, without a change of their version.
 
         Raises:
-            TypeError: `offsets` is not a tensor.
-            ValueError: as `read_offsets`.
+            ValueError: as `read_offsets`, or the bound is below the longest length.
         """
-        if not isinstance(offsets, Tensor):
-            raise TypeError(
-                f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7])."
-            )
         if is_transformed():
             offsets = plain(offsets)
-        layouts: dict[int | None, SequenceLayout] | None = find_cached(offsets, _LAYOUTS)
-        if layouts is not None:
-            return layouts
-        own = _layout_with(offsets)
-        if own is not None:
-            return {own.max_seqlen: own}
 
-        def build() -> dict[int | None, SequenceLayout]:
+        def build() -> SequenceLayout:
+            if max_seqlen is not None:
+                return cls.read(offsets).with_bound(max_seqlen)
             with creating_cached_tensors():
-                return {None: cls(*read_offsets(offsets))}
+                return cls(*read_offsets(offsets))
 
-        return cache_with(offsets, _LAYOUTS, build)
+        layout: SequenceLayout | None = find_cached(offsets, (_LAYOUT, max_seqlen)) or _owner(offsets)
+        if layout is None:
+            return cache_with(offsets, (_LAYOUT, max_seqlen), build)
+        return layout if max_seqlen in (None, layout.max_seqlen) else layout.with_bound(max_seqlen)
 
     def with_bound(self, max_seqlen: int | None) -> SequenceLayout:
         """A layout of the same sequences with another bound, and not of a mask. It shares the cache."""
@@ -179,9 +169,12 @@ class SequenceLayout(Layout):
         longest = self._longest if max_seqlen is None else max_seqlen
         if longest == self.max_seqlen and self._padded_index is None:
             return self
-        with creating_cached_tensors():
-            layout = SequenceLayout(self.host.numpy(), self._offsets.clone())
-        layout.__dict__.update(max_seqlen=longest, _cache=self._cache, _copies=self._copies)
+        layout = object.__new__(SequenceLayout)
+        # `_unbound` is the layout that operators find
+        without_mask = {"padded_length": None, "_padded_index": None, "has_holes": False}
+        layout.__dict__.update(
+            self.__dict__, max_seqlen=longest, _unbound=self, **without_mask
+        )  # operators find `self`
         return layout
 
     @classmethod
@@ -226,21 +219,18 @@ class SequenceLayout(Layout):
         refuse_tracers()
         if max_tokens is not None and max_seqlen is None:
             raise ValueError(f"max_tokens={max_tokens} needs max_seqlen, the bound of the longest sequence.")
-        if max_seqlen is not None and max_tokens is not None and isinstance(offsets, Tensor) and not offsets.is_cpu:
-            if is_traced(offsets):
-                return TracedLayout(offsets, cls, max_seqlen, max_tokens)
-            return BoundedLayout.of(offsets, max_seqlen, max_tokens)
+        if not isinstance(offsets, Tensor):
+            raise TypeError(
+                f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7])."
+            )
+        if max_seqlen is not None and max_tokens is not None and not offsets.is_cpu:
+            of_bounds = TracedLayout if is_traced(offsets) else BoundedLayout.of
+            return of_bounds(offsets, max_seqlen, max_tokens)
         if is_traced(offsets):
             return cls.in_graph(offsets, None, max_seqlen)
-        if isinstance(offsets, Tensor) and (bounded := BoundedLayout.with_offsets(offsets)) is not None:
+        if (bounded := BoundedLayout.with_offsets(offsets)) is not None:
             return bounded
-        layouts, longest = cls.read(offsets), _integer("max_seqlen", max_seqlen)
-        layout = layouts.get(longest)
-        if layout is None:
-            layout = next(iter(layouts.values())).with_bound(longest)
-            if len(layouts) == _MOST_BOUNDS:
-                layouts.clear()
-            layouts[longest] = layout
+        layout = cls.read(offsets, _integer("max_seqlen", max_seqlen))
         if layout.first:
             raise ValueError(
                 f"offsets must begin at 0, got {layout.first}: remove the rows before the first sequence, and pass "
@@ -263,12 +253,7 @@ class SequenceLayout(Layout):
             max_seqlen: as in `from_offsets`.
             rows: 0 for offsets.
         """
-        return TracedLayout(torch.ops.nt_attention.offsets.default(numbers, token, rows), cls, max_seqlen)
-
-    @classmethod
-    def in_this_graph(cls, offsets: Tensor, bounds: tuple[int, int] | None = None) -> TracedLayout:
-        """The layout of offsets that a layout has outside of the graph, or that the graph has made before."""
-        return TracedLayout(offsets, cls, *(bounds or ()))
+        return TracedLayout(torch.ops.nt_attention.offsets.default(numbers, token, rows), max_seqlen)
 
     @classmethod
     def in_operator(cls, offsets: Tensor) -> Layout:
@@ -276,7 +261,7 @@ class SequenceLayout(Layout):
         owner = owner_of(offsets)
         if type(owner) is _InGraph and offsets.numel() == owner.size:
             return owner.layout
-        return BoundedLayout.with_offsets(offsets) or _layout_with(offsets) or cls(*read_offsets(offsets))
+        return BoundedLayout.with_offsets(offsets) or _owner(offsets) or cls(*read_offsets(offsets))
 
     @classmethod
     def from_lengths(
@@ -340,9 +325,12 @@ class SequenceLayout(Layout):
                 "layout=torch.jagged), or make a layout with SequenceLayout.from_lengths(lengths)."
             )
         (unwrapped,) = unwrap_each(nested=nested)
-        if isinstance(unwrapped.layout, SequenceLayout):
-            unwrapped.layout.use_offsets_of(nested)
-        return unwrapped.layout
+        layout = unwrapped.layout
+        if isinstance(layout, SequenceLayout) and nested.layout == torch.jagged:
+            offsets: Tensor = nested.offsets()  # type: ignore[attr-defined]
+            if offsets.dtype == torch.int64 and find_cached(offsets, (_LAYOUT, None)) is layout:
+                layout._copies[torch.int64] = weakref.ref(offsets)
+        return layout
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor) -> SequenceLayout:
@@ -411,10 +399,6 @@ class SequenceLayout(Layout):
         return self._offsets
 
     @property
-    def host(self) -> Tensor:
-        return self._host
-
-    @property
     def offsets(self) -> Tensor:
         """(B+1,) int64, the first row of each sequence, then the end of the last sequence.
 
@@ -434,22 +418,13 @@ class SequenceLayout(Layout):
             return self._offsets.to(dtype, copy=True)
         reference = self._copies.get(dtype)
         tensor = None if reference is None else reference()
-        if tensor is None or find_cached(tensor, _LAYOUTS) is None:
+        if tensor is None or find_cached(tensor, (_LAYOUT, None)) is None:
+            layout = self.with_bound(None)
             with creating_cached_tensors():
                 tensor = self._offsets.to(dtype, copy=True)
-                layouts = {None: self.with_bound(None)}
-            cache_with(tensor, _LAYOUTS, lambda: layouts)
+            cache_with(tensor, (_LAYOUT, None), lambda: layout)
             self._copies[dtype] = weakref.ref(tensor)
         return tensor
-
-    def use_offsets_of(self, nested: Any) -> None:
-        """Return the offsets of a NestedTensor as `offsets`, if this layout was made from them."""
-        if nested.layout != torch.jagged:
-            return
-        offsets: Tensor = nested.offsets()
-        layouts = find_cached(offsets, _LAYOUTS) if offsets.dtype == torch.int64 else None
-        if layouts is not None and self in layouts.values():
-            self._copies[torch.int64] = weakref.ref(offsets)
 
     @property
     def host_offsets(self) -> Tensor:
@@ -460,48 +435,11 @@ class SequenceLayout(Layout):
             return copy_of(self.host)
 
     @property
-    def padded_index(self) -> Tensor | None:
+    def padded_index(self) -> Tensor | None:  # type: ignore[override]
         """(T,) int64, the position of each token in the mask that the layout was made from, flattened to (B·L)."""
         return None if self._padded_index is None else copy_of(self._padded_index)
 
-    @property
-    def lengths(self) -> Tensor:
-        """(B,) int64, the number of tokens in each sequence.
-
-        Example:
-            >>> import nt_attention as nta
-            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).lengths
-            tensor([2, 0, 3])
-        """
-        return copy_of(self.cached_lengths)
-
-    @property
-    def sequence_ids(self) -> Tensor:
-        """(T,) int64, the index of each token's sequence.
-
-        Example:
-            >>> import nt_attention as nta
-            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).sequence_ids
-            tensor([0, 0, 2, 2, 2])
-        """
-        return copy_of(self.locate_rows(self.total)[0])
-
-    @property
-    def position_ids(self) -> Tensor:
-        """(T,) int64, each token's position in its sequence, from 0.
-
-        Example:
-            >>> import nt_attention as nta
-            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).position_ids
-            tensor([0, 1, 0, 1, 2])
-        """
-        return copy_of(self.locate_rows(self.total)[1])
-
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The sequence of each of N rows, and the row's position in it: (N,) int64 each. Undefined past `total`.
-
-        They are not copied, so they are for code of this package, which does not change them.
-        """
         ids, positions = self.cached("rows", self._locate)
         if rows > self.total:
             ids, positions = (torch.nn.functional.pad(x, (0, rows - self.total)) for x in (ids, positions))
@@ -523,19 +461,8 @@ class SequenceLayout(Layout):
 
     def __reduce__(self) -> tuple[Any, ...]:
         of_mask = {name: self.__dict__[name] for name in ("padded_length", "has_holes")}
-        bound = None if self._padded_index is not None else self.max_seqlen
-        return _restore, (
-            np.diff(self.host.numpy()),
-            self.device,
-            bound,
-            of_mask | {"padded_index": self._padded_index},
-        )
-
-    def __copy__(self) -> SequenceLayout:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceLayout:
-        return self
+        of_mask["padded_index"] = self._padded_index
+        return _restore, (np.diff(self.host.numpy()), self.device, self.max_seqlen, of_mask)
 
     @staticmethod
     def require(layout: object, name: str) -> Layout:
@@ -559,34 +486,10 @@ class SequenceLayout(Layout):
         if isinstance(layout, TracedLayout) and not is_traced(layout.operator_offsets):  # outside of graphs
             return layout.read()
         if is_tracing():
-            return SequenceLayout.in_this_graph(layout.operator_offsets, layout.bounds)
-        layout.check_unchanged(name)
+            return TracedLayout(layout.operator_offsets, *(layout.bounds or ()))
+        if isinstance(layout, BoundedLayout):
+            layout.check_unchanged(name)
         return layout
-
-    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
-        """Return the cached value of `key`, or build it and cache it as long as something has the layout's offsets.
-
-        Args:
-            key: the cache key.
-            build: builds the value. The value must not refer to the tensors `offsets` and `cu_seqlens`, or they would
-                never be freed.
-            other: a second layout on which the value depends. The value is then cached until the offsets of one of
-                both layouts are freed.
-        """
-        if torch.compiler.is_compiling() and is_compiling():  # the first is true in other threads too
-            return build()  # a graph's tensors can't be cached
-        if other is None or other is self:
-            value: _T = self._cache.find_or_build(key, build)
-        elif isinstance(other, SequenceLayout):
-            value = self._cache.find_or_build(key, build, other._cache)
-        else:  # its caches depend on the CUDA graph that is captured
-            value = other.cached((key, "with keys"), build, self)
-        return value
-
-    @property
-    def cache(self) -> Any:
-        """The cache of this layout, for a value that depends on another layout too."""
-        return self._cache
 
     def same_lengths(self, other: Layout) -> bool:
         """Whether both layouts have the same lengths; if they know only bounds, whether they are one. Needs no sync.
@@ -761,10 +664,10 @@ def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped
     return nested_tensors.take_apart(SequenceLayout, for_weights, named)
 
 
-def _restore(lengths: Ints, device: torch.device, max_seqlen: int | None, of_mask: dict[str, Any]) -> SequenceLayout:
+def _restore(lengths: Ints, device: torch.device, max_seqlen: int, of_mask: dict[str, Any]) -> SequenceLayout:
     """A layout from a pickle."""
     layout = SequenceLayout.of_numbers(lengths, device, **of_mask)
-    return layout if max_seqlen is None else layout.with_bound(max_seqlen)
+    return layout if of_mask["padded_index"] is not None else layout.with_bound(max_seqlen)
 
 
 def layout_of_mask(is_token: Ints, device: torch.device) -> SequenceLayout:
@@ -853,7 +756,7 @@ class _InGraph(NamedTuple):
     size: int
 
 
-def _layout_with(offsets: Tensor) -> SequenceLayout | None:
+def _owner(offsets: Tensor) -> SequenceLayout | None:
     """The layout that has these `operator_offsets`, which may be a view of them, if it was not freed."""
     owner = owner_of(offsets)
     layout: SequenceLayout | None = owner() if type(owner) is weakref.ref else None
@@ -863,24 +766,18 @@ def _layout_with(offsets: Tensor) -> SequenceLayout | None:
 def _read_in_graph(numbers: Tensor, token: Tensor | None, rows: int) -> SequenceLayout:
     """Read what a graph may have computed: a compiler may have reused the tensor object, for other numbers.
 
-    So it is read again, unless it was read in this forward of the model, which passes it to all of its layers.
+    So it is read again, unless it was read in this forward of the model, which passes its token to all of its layers.
     """
-    if not rows:
-        layouts = find_cached(numbers, _LAYOUTS)  # it was read outside of graphs
-        layout = next(iter(layouts.values())) if layouts else _layout_with(numbers)
-        if layout is not None:
-            return layout
-    read = None if token is None else owner_of(token)
-    now = state_of(numbers)
-    before, layout, _ = (None, None, None) if read is None else read.get(id(numbers), (None, None, None))
-    if layout is None or before != now:
+    layout: SequenceLayout | None = None if rows else find_cached(numbers, (_LAYOUT, None)) or _owner(numbers)
+    if layout is not None:  # it was read outside of graphs
+        return layout
+
+    def build() -> SequenceLayout:
         if rows:
-            layout = layout_where(starts_of_positions(numbers.expand(rows, -1)), numbers.device)
-        else:
-            layout = SequenceLayout(*read_offsets(numbers))
-        if read is not None:
-            read[id(numbers)] = now, layout, numbers  # with the tensor, so that no other one gets its id
-    return layout
+            return layout_where(starts_of_positions(numbers.expand(rows, -1)), numbers.device)
+        return SequenceLayout(*read_offsets(numbers))
+
+    return build() if token is None else cache_with(numbers, ("in graph", rows), build, token, follows=True)
 
 
 def _offsets_in_graph(numbers: Tensor, token: Tensor | None, rows: int) -> Tensor:
@@ -901,3 +798,21 @@ def _fake_offsets(numbers: Tensor, token: Tensor | None, rows: int) -> Tensor:
 # numbers: (B+1,) offsets, with `rows` 0; or (1 or R, L) positions of R rows. token: the forward token of the model. The
 # result is (B+1,) or (R·L+1,) int32, the offsets, then the total.
 define("offsets(Tensor numbers, Tensor? token, SymInt rows) -> Tensor", _offsets_in_graph, _fake_offsets)
+
+
+TOKEN_SHAPE = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
+
+
+def _new_token(device: torch.device) -> Tensor:
+    return torch.empty(TOKEN_SHAPE, dtype=torch.int8, device=device)
+
+
+def new_forward_token(device: torch.device) -> Tensor:
+    """A tensor of a graph that is made once in each forward of a model, in which offsets are read once."""
+    token: Tensor = torch.ops.nt_attention.forward_token.default(device)
+    return token
+
+
+# As an operator with random results, so that compilers do not replace it by a constant.
+define("forward_token(Device device) -> Tensor", _new_token, _new_token, random=True)
+TracedLayout.make = SequenceLayout.from_offsets

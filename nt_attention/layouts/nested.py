@@ -112,8 +112,7 @@ def _unwrap_jagged(make: Any, nested: Any, values: Tensor, name: str) -> Unwrapp
         )
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     rows = values.shape[0]
-    layouts = make.read(offsets)
-    layout = layouts.get(None) or next(iter(layouts.values())).with_bound(None)
+    layout = make.read(offsets)
     index = None
     if lengths is not None or layout.first:
         layout, index = _tokens_among_rows(make, layout, lengths, rows, name)

@@ -1,6 +1,4 @@
-"""Reads offsets on the host, and caches what follows from the tensors of users.
-
-One table has these tensors: an entry holds until its tensor is freed or changed in place.
+"""Reads offsets on the host, and caches what is made of them, and of the tensors of users.
 
 Dimensions: B sequences.
 """
@@ -9,18 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..compiler import check_readable, is_compiling, outside_of_graphs
-from ..operators import define
 from ..torch_private import (
     count_dispatch_modes,
     is_output_of_cuda_graph,
@@ -39,35 +35,6 @@ if TYPE_CHECKING:
 INT32_MAX = 2**31 - 1
 _MISSING: Any = object()
 _T = TypeVar("_T")
-_V = TypeVar("_V")
-
-
-@outside_of_graphs  # torch.compile would compile it: a tensor may be freed between two functions that it compiles
-def _remove(entries: dict[int, tuple[weakref.ref[Tensor], Any]], key: int, freed: weakref.ref[Tensor]) -> None:
-    entry = entries.get(key)
-    if entry is not None and entry[0] is freed:  # else another tensor has this id now
-        del entries[key]
-
-
-class WeakTensorDict(Generic[_V]):
-    """A dictionary whose keys are tensor objects. An entry is removed when its tensor is freed.
-
-    The same as `torch.utils.weak.WeakTensorKeyDictionary`, whose `get` takes 2 µs, with one that takes 0.2 µs.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], _V]] = {}
-
-    def get(self, tensor: Tensor) -> _V | None:
-        entry = self._entries.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
-
-    def __setitem__(self, tensor: Tensor, value: _V) -> None:
-        key = id(tensor)
-        self._entries[key] = (weakref.ref(tensor, functools.partial(_remove, self._entries, key)), value)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 class Cache:
@@ -77,7 +44,6 @@ class Cache:
     """
 
     MOST_ENTRIES = 64
-    _lock = threading.Lock()
 
     def __init__(self, device: torch.device) -> None:
         self._may_be_captured = device.type == "cuda"
@@ -85,7 +51,7 @@ class Cache:
         self._captured: dict[object, Any] = {}
 
     def find_or_build(self, key: object, build: Callable[[], Any], other: Cache | None = None) -> Any:
-        """The value of `key`, built the first time. With `other`, it is kept until one of both caches is freed."""
+        """The value of `key`, built the first time. With `other`, it is cached until one of both caches is freed."""
         if other is not None:
             values = self.find_or_build((key, "with"), weakref.WeakKeyDictionary)
             value = values.get(other, _MISSING)
@@ -98,33 +64,12 @@ class Cache:
             value = self._captured.get(key, _MISSING)
         if value is _MISSING:
             with creating_cached_tensors():
-                value = build()
-            with self._lock:
-                self._entries[key] = value
-                if len(self._entries) > self.MOST_ENTRIES:
-                    del self._entries[next(iter(self._entries))]
+                value = self._entries[key] = build()
+            if len(self._entries) > self.MOST_ENTRIES:
+                self._entries.pop(list(self._entries)[0], None)  # noqa: RUF015 (other threads may change it)
         if self._may_be_captured and torch.cuda.is_current_stream_capturing():
             self._captured[key] = value
         return value
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-def state_of(tensor: Tensor) -> object:
-    """What differs after an in-place change of a tensor; None if a change could not be seen, so that it is read again.
-
-    On a CPU it is the content, so that writes through NumPy and `.data` are seen. On other devices it has the version,
-    which inference tensors do not have, and which replays of CUDA graphs do not change.
-    """
-    if is_output_of_cuda_graph(tensor):
-        return None
-    if tensor.is_cpu:
-        if tensor.is_contiguous():  # twice as fast as NumPy
-            return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-        with no_modes():
-            return tensor.numpy().tobytes()
-    return None if tensor.is_inference() else (version_of(tensor), tensor.data_ptr(), tensor.numel())
 
 
 class _Entry(NamedTuple):
@@ -134,9 +79,30 @@ class _Entry(NamedTuple):
     other: weakref.ref[Tensor] | None
     value: Any
 
+    @property
+    def is_dead(self) -> bool:
+        return self.other is not None and self.other() is None
 
-# A tensor of a user → what was made of it, by key. The only table of tensors.
-_entries: WeakTensorDict[dict[object, _Entry]] = WeakTensorDict()
+
+# The id of a tensor of a user → the tensor, and what was made of it, by key. An entry is removed with its tensor.
+_entries: dict[int, tuple[weakref.ref[Tensor], dict[object, _Entry]]] = {}
+
+
+@outside_of_graphs  # torch.compile would compile it: a tensor may be freed between two functions that it compiles
+def _remove(at: int, freed: weakref.ref[Tensor]) -> None:
+    if at in _entries and _entries[at][0] is freed:  # else another tensor has this id now
+        del _entries[at]
+
+
+def find_cached(tensor: Tensor, key: object, other: Tensor | None = None) -> Any:
+    """What `cache_with` has made of a tensor, if neither it nor `other` was changed since; else None."""
+    reference, entries = _entries.get(id(tensor), (None, None))
+    if reference is None or entries is None or reference() is not tensor:
+        return None
+    entry = entries.get(key)
+    if entry is None or (None if entry.other is None else entry.other()) is not other:
+        return None
+    return entry.value if entry.states == _states(tensor, other) else None
 
 
 def cache_with(
@@ -158,34 +124,41 @@ def cache_with(
         states = _states(tensor, other)  # from before it is read
         value = build()
         if follows or None not in states:
-            entries = _entries[tensor] = {
-                name: entry
-                for name, entry in (_entries.get(tensor) or {}).items()
-                if entry.other is None or entry.other() is not None
-            }
+            at = id(tensor)
+            reference, entries = _entries.get(at, (None, {}))
+            if reference is None or reference() is not tensor:
+                reference, entries = weakref.ref(tensor, functools.partial(_remove, at)), {}
+            entries = {name: entry for name, entry in list(entries.items()) if not entry.is_dead}
             entries[key] = _Entry(states, None if other is None else weakref.ref(other), value)
+            _entries[at] = reference, entries
     return value
-
-
-def find_cached(tensor: Tensor, key: object, other: Tensor | None = None) -> Any:
-    """What `cache_with` has made of a tensor, if neither it nor `other` was changed since; else None."""
-    entries = _entries.get(tensor)
-    entry = None if entries is None else entries.get(key)
-    if entry is None or (None if entry.other is None else entry.other()) is not other:
-        return None
-    return entry.value if entry.states == _states(tensor, other) else None
 
 
 def _states(tensor: Tensor, other: Tensor | None) -> tuple[object, ...]:
     return (state_of(tensor),) if other is None else (state_of(tensor), state_of(other))
 
 
-def read_offsets(offsets: Tensor) -> tuple[Ints, Tensor]:
-    """Copy `offsets` (B+1,) to the host, as int64, and on their device, as int32. Syncs.
+def state_of(tensor: Tensor) -> object:
+    """What differs after an in-place change of a tensor; None if a change could not be seen.
+
+    On a CPU it is the content, so that writes through NumPy and `.data` are seen. On other devices it has the version,
+    which inference tensors do not have, and which replays of CUDA graphs do not change.
+    """
+    if is_output_of_cuda_graph(tensor):
+        return None
+    if tensor.is_cpu:
+        if tensor.is_contiguous():  # twice as fast as NumPy
+            return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        with no_modes():
+            return tensor.numpy().tobytes()
+    return None if tensor.is_inference() else (version_of(tensor), tensor.data_ptr(), tensor.numel())
+
+
+def check_offsets(offsets: Tensor) -> None:
+    """Check that `offsets` are (B+1,) int32 or int64, and that the host can read them.
 
     Raises:
-        ValueError: the offsets are not one-dimensional int32 or int64, are empty, decreasing, negative or above the
-            int32 range, or are on the meta device.
+        ValueError: they are not.
     """
     if offsets.is_nested or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
         shape = "nested" if offsets.is_nested else tuple(offsets.shape)
@@ -196,6 +169,15 @@ def read_offsets(offsets: Tensor) -> tuple[Ints, Tensor]:
     check_readable(offsets, "offsets")
     if offsets.numel() == 0:
         raise ValueError("offsets is empty: B sequences have B+1 offsets, so pass torch.tensor([0]) for no sequences.")
+
+
+def read_offsets(offsets: Tensor) -> tuple[Ints, Tensor]:
+    """Copy `offsets` (B+1,) to the host, as int64, and on their device, as int32. Syncs.
+
+    Raises:
+        ValueError: as `check_offsets`, or they are decreasing, negative or above the int32 range.
+    """
+    check_offsets(offsets)
     return _read(offsets)
 
 
@@ -241,30 +223,6 @@ def starts_of_positions(position_ids: Tensor) -> Ints:
     begins = torch.ones_like(rows, dtype=torch.bool)
     begins[:, 1:] = rows.diff(dim=1) != 1
     return on_host(begins.flatten())
-
-
-TOKEN_SHAPE = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
-
-
-def _new_token(device: torch.device) -> Tensor:
-    token = torch.empty(TOKEN_SHAPE, dtype=torch.int8, device=device)
-    token.untyped_storage().owner = {}  # type: ignore[attr-defined]
-    return token
-
-
-def new_forward_token(device: torch.device) -> Tensor:
-    """A tensor of a graph that is made once in each forward of a model. What its layers read is kept on its storage."""
-    token: Tensor = torch.ops.nt_attention.forward_token.default(device)
-    return token
-
-
-# As an operator with random results, so that compilers do not replace it by a constant.
-define(
-    "forward_token(Device device) -> Tensor",
-    _new_token,
-    lambda device: torch.empty(TOKEN_SHAPE, dtype=torch.int8, device=device),
-    random=True,
-)
 
 
 def no_modes() -> AbstractContextManager[Any]:

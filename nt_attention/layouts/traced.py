@@ -5,7 +5,8 @@ Dimensions: B sequences, N rows.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,38 +21,24 @@ class TracedLayout(Layout):
 
     Without bounds, the operators read and check the lengths when the graph runs, once for each offsets tensor. After a
     graph break, eager code may receive a `TracedLayout`. Its other attributes then read the offsets.
-
-    Attributes:
-        bounds: `max_seqlen` and `total`, or None.
     """
 
-    batch_size: int
-    device: torch.device
+    make: ClassVar[Callable[..., Layout]]  # SequenceLayout.from_offsets
+    min_seqlen = 0
 
-    def __init__(self, offsets: Tensor, of: type, max_seqlen: int | None = None, max_tokens: int | None = None) -> None:
-        """`of` is the class `SequenceLayout`; the bounds are those that were passed to `from_offsets`."""
-        self._offsets, self._of = offsets, of
+    def __init__(self, offsets: Tensor, max_seqlen: int | None = None, max_tokens: int | None = None) -> None:
+        """The bounds are those that were passed to `from_offsets`."""
+        self._offsets, self._arguments = offsets, (max_seqlen, max_tokens)
         self.batch_size, self.device = offsets.shape[0] - 1, offsets.device
-        self._arguments = max_seqlen, max_tokens
         self.knows_lengths = max_tokens is None
         if max_seqlen is not None and max_tokens is not None:
-            self.max_seqlen, self.total, self.min_seqlen = max_seqlen, max_tokens, 0
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        return None if self.knows_lengths else (self.max_seqlen, self.total)
+            self.bounds = self.max_seqlen, self.total = max_seqlen, max_tokens
 
     @property
     def operator_offsets(self) -> Tensor:
         return self._offsets
 
-    @property
-    def offsets(self) -> Tensor:
-        return self._offsets
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        return self._offsets
+    offsets = cu_seqlens = operator_offsets
 
     @property
     def valid(self) -> Valid:
@@ -61,13 +48,6 @@ class TracedLayout(Layout):
     @property
     def safe_offsets(self) -> Tensor:
         return self._offsets if self.knows_lengths else self.valid.offsets
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "min_seqlen" and is_traced(self._offsets):
-            return 0
-        if name in ("total", "max_seqlen", "min_seqlen", "sum_of_squares"):
-            return getattr(self.with_lengths(name), name)
-        raise AttributeError(f"a layout has no attribute {name!r}.")
 
     def with_lengths(self, name: str) -> Any:
         if is_traced(self._offsets):
@@ -79,8 +59,7 @@ class TracedLayout(Layout):
     @outside_of_graphs
     def read(self) -> Layout:
         """The layout of the offsets, outside of graphs."""
-        layout: Layout = self._of.from_offsets(self._offsets, *self._arguments)  # type: ignore[attr-defined]
-        return layout
+        return self.make(self._offsets, *self._arguments)
 
     def check_rows(self, values: Tensor, name: str) -> None:
         self.check_device(values, name)  # the operator checks the number of rows
@@ -92,9 +71,9 @@ class TracedLayout(Layout):
     def extended(self, extra: int) -> Layout:
         if not self.knows_lengths:
             longest, total = self.max_seqlen + extra, self.total + extra * self.batch_size
-            return TracedLayout(self.valid.extended(extra), self._of, longest, total)
+            return TracedLayout(self.valid.extended(extra), longest, total)
         longer = self._offsets + extra * torch.arange(self._offsets.shape[0], device=self.device)
-        return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None, 0), self._of)
+        return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None, 0))
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         if not self.knows_lengths:

@@ -167,7 +167,7 @@ class TestCachedCallSize:
 
     def test_call_size_is_freed_with_either_layout(self):
         layout, key_layout, spec = of_lengths(*LENGTHS)
-        cache = layout._cache
+        cache = layout.cache
         before = set(cache._entries)
         size_of(layout, key_layout, spec)
         (added,) = set(cache._entries) - before

@@ -20,6 +20,7 @@ import nt_attention as nta
 from nt_attention import SequenceLayout
 from nt_attention.layouts.bounded import BoundedLayout, LengthsUnknownError
 from nt_attention.layouts.reading import _entries
+from nt_attention.layouts.traced import TracedLayout
 
 INT32, INT64 = torch.int32, torch.int64
 both_dtypes = pytest.mark.parametrize("dtype", [INT32, INT64], ids=str)
@@ -614,7 +615,7 @@ class TestBackends:
         given, x = offsets(dtype), randn(MAX_TOKENS, 2, 16, requires_grad=True)
 
         def function(x, given):
-            layout = SequenceLayout.in_this_graph(given, (MAX_SEQLEN, MAX_TOKENS))
+            layout = TracedLayout(given, MAX_SEQLEN, MAX_TOKENS)
             out, lse = attend(layout, layout.extended(0), x=x, is_causal=True, return_lse=True)
             return out.sin() + attend(layout, x=x), lse[:TOKENS].cos()
 
@@ -632,7 +633,7 @@ class TestBackends:
         given, x, graphs = offsets(), randn(MAX_TOKENS, 2, 16), []
 
         def function(x, given):
-            return attend(SequenceLayout.in_this_graph(given, (MAX_SEQLEN, MAX_TOKENS)), x=x)
+            return attend(TracedLayout(given, MAX_SEQLEN, MAX_TOKENS), x=x)
 
         def keep(graph, _):
             graphs.append(graph.graph)
