@@ -94,9 +94,9 @@ ERRORS = [
     ),
     Error(
         "layouts with other keys share a cache entry",
-        "layouts/known.py",
-        "find_or_build(key, build, other._cache)",
-        "find_or_build(key, build)",
+        "layouts/protocol.py",
+        "cache.find_or_build(key, build, other_cache)",
+        "cache.find_or_build(key, build)",
         "attention/test_attention_errors.py",
     ),
     # nested

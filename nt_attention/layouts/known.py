@@ -92,13 +92,7 @@ class SequenceLayout(Layout):
         padded_index: Tensor | None = None,
         has_holes: bool = False,
     ) -> None:
-        """Use a `from_*` constructor.
-
-        Args:
-            ends: (B+1,) int64, the offsets on the host.
-            offsets: (B+1,) int32, the same on the layout's device. Nobody else has this tensor.
-            padded_length, padded_index, has_holes: see the attributes.
-        """
+        """Use a `from_*` constructor. `ends` (B+1,) int64 and `offsets` (B+1,) int32, which nobody else has, are equal."""
         lengths = np.diff(ends)
         longest = int(lengths.max(initial=0))
         self.__dict__.update(
@@ -141,9 +135,6 @@ class SequenceLayout(Layout):
         This syncs the first time that a tensor object is passed, and after each in-place change of it. On a GPU,
         inference tensors are read each time, because they have no version counter. So are the outputs of a compiled
         function that runs as a CUDA graph: each replay writes other values to them, without a change of their version.
-
-        Raises:
-            ValueError: as `read_offsets`, or the bound is below the longest length.
         """
         if is_transformed():
             offsets = plain(offsets)
@@ -170,11 +161,9 @@ class SequenceLayout(Layout):
         if longest == self.max_seqlen and self._padded_index is None:
             return self
         layout = object.__new__(SequenceLayout)
-        # `_unbound` is the layout that operators find
         without_mask = {"padded_length": None, "_padded_index": None, "has_holes": False}
-        layout.__dict__.update(
-            self.__dict__, max_seqlen=longest, _unbound=self, **without_mask
-        )  # operators find `self`
+        # operators find `_unbound` by the offsets
+        layout.__dict__.update(self.__dict__, max_seqlen=longest, _unbound=self, **without_mask)
         return layout
 
     @classmethod
@@ -245,13 +234,9 @@ class SequenceLayout(Layout):
     def in_graph(
         cls, numbers: Tensor, token: Tensor | None = None, max_seqlen: int | None = None, rows: int = 0
     ) -> TracedLayout:
-        """The layout of a graph. The offsets are read when it runs.
+        """The layout of offsets (B+1,), or of positions (1, L) or (R, L) if `rows` is R.
 
-        Args:
-            numbers: (B+1,) offsets; or (1, L) or (R, L) positions, if `rows` is R.
-            token: the forward token of the model, in which the numbers are read once; None if there is none.
-            max_seqlen: as in `from_offsets`.
-            rows: 0 for offsets.
+        They are read when the graph runs; with the `token` of a model's forward, once in it.
         """
         return TracedLayout(torch.ops.nt_attention.offsets.default(numbers, token, rows), max_seqlen)
 
@@ -298,8 +283,7 @@ class SequenceLayout(Layout):
     def from_nested(cls, nested: Tensor) -> Layout:
         """Create a layout from a NestedTensor.
 
-        Syncs once for an offsets tensor that was not read before, and once more for a new tensor of `lengths` (a
-        NestedTensor with holes has it).
+        Syncs once for a new offsets tensor, and once more for a new tensor of `lengths`, if it has holes.
 
         Args:
             nested: (B, j, …) or (B, H, j, D), where j is the ragged dimension, with layout `torch.jagged` or
@@ -466,13 +450,7 @@ class SequenceLayout(Layout):
 
     @staticmethod
     def require(layout: object, name: str) -> Layout:
-        """Check that an argument is a layout, and return it.
-
-        In a graph it returns a `TracedLayout`, so that one graph can run with any lengths.
-
-        Args:
-            layout: the argument.
-            name: the name of the argument, for error messages.
+        """Check that an argument is a layout. In a graph, return one that stands for it with any lengths.
 
         Raises:
             TypeError: `layout` is not a layout.

@@ -19,18 +19,7 @@ _T = TypeVar("_T")
 
 
 class LengthsUnknownError(ValueError):
-    """The host needs lengths that only the device knows.
-
-    Example:
-        >>> import torch
-        >>> from nt_attention.layouts.bounded import BoundedLayout, LengthsUnknownError
-        >>> layout = BoundedLayout(torch.tensor([0, 2, 5], dtype=torch.int32), max_seqlen=4, max_tokens=8)
-        >>> try:
-        ...     layout.host_offsets
-        ... except LengthsUnknownError as error:
-        ...     print(error)
-        host_offsets needs the lengths, but this layout only knows bounds of them: make it without max_tokens.
-    """
+    """The host needs lengths that only the device knows."""
 
 
 class Sharded:
