@@ -92,7 +92,7 @@ class SequenceLayout(Layout):
         padded_index: Tensor | None = None,
         has_holes: bool = False,
     ) -> None:
-        """Use a `from_*` constructor. `ends` (B+1,) int64 and `offsets` (B+1,) int32, which nobody else has, are equal."""
+        """Use a `from_*` constructor. `ends` (B+1,) int64 and `offsets` (B+1,) int32 have the same numbers."""
         lengths = np.diff(ends)
         longest = int(lengths.max(initial=0))
         self.__dict__.update(

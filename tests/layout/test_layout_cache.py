@@ -51,11 +51,6 @@ class TestCachedOffsets:
         assert SequenceLayout.from_offsets(offsets, bound).lengths.tolist() == [2, 4]
         assert layout.lengths.tolist() == [5, 1]
 
-    def test_equal_offsets_tensors_are_cached_separately(self, reads):
-        first, second = (SequenceLayout.from_offsets(torch.tensor([0, 5, 6])) for _ in range(2))
-        assert len(reads) == 2
-        assert first.locate_rows(6)[0] is not second.locate_rows(6)[0]
-
     def test_from_lengths_reads_no_offsets(self, reads):
         layout = SequenceLayout.from_lengths(LENGTHS)
         reads.clear()
@@ -92,15 +87,6 @@ class TestCachedOffsets:
             made = SequenceLayout.from_lengths([2, 4])
             assert SequenceLayout.from_offsets(made.offsets) is made  # its offsets are no inference tensor
         assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [2, 4]
-
-    def test_lengths_that_are_inference_tensors_are_not_cached(self):
-        offsets = torch.tensor([0, 5, 11])
-        with torch.inference_mode():
-            lengths = torch.tensor([4, 3])
-            x = torch.nested.nested_tensor_from_jagged(torch.randn(11, 3), offsets, lengths=lengths)
-            assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 3]
-            lengths[1] = 6
-            assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 6]
 
     @staticmethod
     def attend(layout, key_layout=None):
@@ -165,14 +151,6 @@ class TestCachedOffsets:
 
 class TestInferenceMode:
     """What a layout derives under inference_mode can be saved for a backward pass, unlike inference tensors."""
-
-    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-    def test_offsets_from_outside_of_inference_mode(self, dtype):
-        offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
-        with torch.inference_mode():
-            layout = SequenceLayout.from_offsets(offsets)
-            assert layout.lengths.tolist() == [5, 0, 1]
-        assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [5, 0, 1]
 
     @pytest.mark.parametrize("make", ["offsets", "cu_seqlens", "list", "mask"])
     def test_layout_used_in_inference_mode_trains(self, make):
