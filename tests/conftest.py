@@ -98,7 +98,7 @@ def backends_that_ran(registered_variant):
 
 @pytest.fixture
 def like_a_gpu(monkeypatch):
-    """Snapshots of tensors have their version, but no content, as on a GPU. Returns the tensors that are read."""
+    """The state of a tensor is its version, not its content, as on a GPU. Returns the tensors that are read."""
     from nt_attention.layouts import reading
 
     reads, read = [], reading._read
@@ -107,7 +107,7 @@ def like_a_gpu(monkeypatch):
         reads.append(offsets)
         return read(offsets)
 
-    monkeypatch.setattr(reading, "snapshot", lambda x: None if x.is_inference() else (x._version, x.data_ptr()))
+    monkeypatch.setattr(reading, "state_of", lambda x: None if x.is_inference() else (x._version, x.data_ptr()))
     monkeypatch.setattr(reading, "_read", counting)
     return reads
 

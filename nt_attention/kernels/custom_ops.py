@@ -22,6 +22,7 @@ from ..layouts.bounded import BoundedLayout
 from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
 from ..layouts.protocol import Layout
+from ..layouts.reading import owner_of, tensor_of
 from ..operators import LIBRARY, define
 from . import adapters, paged, registry
 from .adapters import Tensors
@@ -100,10 +101,15 @@ def call_of(arguments: Any) -> Call:
     return _cached_call(arguments, ("call",), lambda call: Choice(None, call.spec))[0]
 
 
-def _cached_call(arguments: Any, key: tuple[Any, ...], select: Callable[[Call], Choice]) -> tuple[Call, Any]:
+def _cached_call(
+    arguments: Any,
+    key: tuple[Any, ...],
+    select: Callable[[Call], Choice],
+    layouts: tuple[Layout, Layout] | None = None,
+) -> tuple[Call, Any]:
     """The call and its backend. What `select` chooses depends on `key` too, and is cached with the layouts."""
     query, k, value, slopes = arguments.query, arguments.key, arguments.value, arguments.alibi_slopes
-    layout, key_layout = _layouts(arguments)
+    layout, key_layout = _layouts(arguments) if layouts is None else layouts
     relative = None if arguments.buckets is None else RelativeBias(arguments.buckets, *arguments[_BIASES])
     if relative is not None:
         check_type(relative)
@@ -172,8 +178,9 @@ def _paged_call(arguments: Any) -> Call:
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results in `_RESULTS`.
 
-    `selected` (1,) int64, on the CPU, holds the number of the backend, so that the backward runs on the same one. With
-    bounds it is empty, because a CUDA graph has no tensors on the CPU. The backward then selects by the same arguments.
+    `selected` () int64, on the CPU, is the number of the backend, so that the backward runs on the same one. Its
+    storage has the layouts, which the caller may free before the backward. With bounds it is empty, because a CUDA
+    graph has no tensors on the CPU. The backward then selects by the same arguments.
     """
     arguments = Arguments(*given)
     query, key, value = inputs = Tensors(*arguments[:3])
@@ -185,7 +192,9 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return out, lse, empty, empty.clone()
     call, backend = _cached_call(arguments, ("forward", *selection_key(arguments.backend)), _select(arguments))
     out, lse, state = adapters.forward(backend, inputs, call)
-    selected = empty.clone() if arguments.bounds else torch.tensor([registry.number_of(backend)], device="cpu")
+    selected = empty.clone()
+    if not arguments.bounds:
+        selected = tensor_of((call.layout, call.key_layout), torch.device("cpu"), registry.number_of(backend))
     return out, lse, empty if state is None else state.to(out.device), selected
 
 
@@ -201,7 +210,8 @@ def _backward(*given: Any) -> _Gradients:
         call, backend = _cached_call(arguments, ("backward",), _select(arguments))
     else:
         number = int(selected)
-        call, backend = _cached_call(arguments, ("backward", number), lambda call: select_again(call, number))
+        layouts = owner_of(selected)  # None if the tensor was copied
+        call, backend = _cached_call(arguments, ("backward", number), lambda call: select_again(call, number), layouts)
     query, key, value, *of_biases = adapters.backward(backend, saved, inputs, call)
     return query, key, value, of_biases
 
@@ -226,7 +236,7 @@ def _fake_forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     is_packed = arguments.table is None
     state = query.new_empty(2 if arguments.dropout_p and is_packed else 0, dtype=torch.int64)
     if is_packed and not arguments.bounds:
-        return out, lse, state, torch.empty(1, dtype=torch.int64, device="cpu")
+        return out, lse, state, torch.empty((), dtype=torch.int64, device="cpu")
     return out, lse, state, query.new_empty(0, dtype=torch.int64)
 
 

@@ -6,17 +6,16 @@ Dimensions: B sequences, N the bound of the number of tokens in the whole batch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..compiler import CapturedGraph, captured_graph, check_readable, is_replayed, refuse_tracers
+from ..compiler import CapturedGraph, captured_graph, is_replayed, refuse_tracers
 from ..torch_private import version_of
 from .protocol import Layout
 from .protocol import LengthsUnknownError as LengthsUnknownError
-from .reading import INT32_MAX, Cache, creating_cached_tensors, keep, kept, plain
+from .reading import INT32_MAX, Cache, cache_with, check_offsets, creating_cached_tensors, find_cached, plain
 
 _T = TypeVar("_T")
 _ALIAS = "layout with this alias"
@@ -74,7 +73,7 @@ class BoundedLayout(Layout):
         sum_of_squares: an upper bound.
     """
 
-    knows_lengths: ClassVar[bool] = False
+    knows_lengths = False
     min_seqlen = 0
 
     batch_size: int
@@ -84,14 +83,7 @@ class BoundedLayout(Layout):
     sum_of_squares: int
 
     def __init__(self, offsets: Tensor, max_seqlen: int, max_tokens: int) -> None:
-        check_readable(offsets, "offsets")
-        is_flat = not offsets.is_nested and offsets.dim() == 1 and len(offsets) > 0
-        if not is_flat or offsets.dtype not in (torch.int32, torch.int64):
-            shape = "nested" if offsets.is_nested else tuple(offsets.shape)
-            raise ValueError(
-                f"offsets must be a (B+1,) tensor of int32 or int64, got shape {shape} and {offsets.dtype}: "
-                "pass 0 followed by the cumulative sum of the lengths."
-            )
+        check_offsets(offsets)
         for name, bound in (("max_seqlen", max_seqlen), ("max_tokens", max_tokens)):
             if not isinstance(bound, int) or not 0 <= bound <= INT32_MAX:
                 raise ValueError(f"{name} must be an integer from 0 to {INT32_MAX}, got {bound!r}.")
@@ -99,11 +91,12 @@ class BoundedLayout(Layout):
             self._alias = plain(offsets).detach()
         self.batch_size, self.device, self.max_seqlen = len(offsets) - 1, self._alias.device, max_seqlen
         self.total = max_tokens if len(offsets) > 1 else 0  # without sequences there are no tokens
+        self.bounds = self.max_seqlen, self.total
         self.sum_of_squares = self.total * min(max_seqlen, self.total)
         self._version = None if is_replayed(offsets) else _version(self._alias)
         self._caches: dict[CapturedGraph | None, Cache] = {}
         # models of transformers pass only offsets to their attention, which finds the layout by them
-        keep(self._alias, _ALIAS, lambda: weakref.ref(self), follows=True)
+        cache_with(self._alias, _ALIAS, lambda: weakref.ref(self), follows=True)
 
     @staticmethod
     def of(offsets: Tensor, max_seqlen: int, max_tokens: int) -> BoundedLayout:
@@ -113,12 +106,12 @@ class BoundedLayout(Layout):
         """
 
         key = ("bounds", max_seqlen, max_tokens)
-        return keep(offsets, key, lambda: BoundedLayout(offsets, max_seqlen, max_tokens), follows=True)
+        return cache_with(offsets, key, lambda: BoundedLayout(offsets, max_seqlen, max_tokens), follows=True)
 
     @staticmethod
     def with_offsets(offsets: Tensor) -> BoundedLayout | None:
         """The layout that has this tensor as `operator_offsets`, if the offsets were not changed since."""
-        reference = kept(offsets, _ALIAS)
+        reference = find_cached(offsets, _ALIAS)
         layout: BoundedLayout | None = None if reference is None else reference()
         return layout if layout is not None and layout.is_unchanged else None
 
@@ -131,26 +124,16 @@ class BoundedLayout(Layout):
         return self._alias.int().contiguous()
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        return self.max_seqlen, self.total
-
-    @property
     def valid(self) -> Valid:
         """The offsets, if they are valid."""
-        return self.cached("valid", lambda: Valid.of(self._alias, *self.bounds))
+        return self.cached("valid", lambda: Valid.of(self._alias, self.max_seqlen, self.total))
 
     @property
     def safe_offsets(self) -> Tensor:
         return self.valid.offsets
 
-    @property
-    def cached_lengths(self) -> Tensor:
-        self.check_unchanged("this layout")
-        return super().cached_lengths
-
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """The sequence of each of N rows, and its position in it: B − 1 and 0 past the last offset."""
-        self.check_unchanged("this layout")
         return self.cached(("locate", rows), lambda: self.valid.locate(rows))
 
     def __repr__(self) -> str:
@@ -158,8 +141,7 @@ class BoundedLayout(Layout):
         return f"BoundedLayout({self.batch_size} sequences, {bounds}, on {self.device})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.check_unchanged("this layout")
-        return BoundedLayout, (self._alias, *self.bounds)
+        return BoundedLayout, (self._alias, self.max_seqlen, self.total)
 
     @property
     def is_unchanged(self) -> bool:
@@ -180,24 +162,13 @@ class BoundedLayout(Layout):
                 "an inplace operation: pass a copy, offsets.clone(), to each forward."
             )
 
-    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
-        cache = self.cache
-        if cache is None:
-            return build()
-        other_cache = None
-        if other is not None and other is not self:
-            other_cache = other.cache
-            if other_cache is None:
-                return build()
-        value: _T = cache.find_or_build(key, build, other_cache)
-        return value
-
     @property
-    def cache(self) -> Cache | None:
+    def cache(self) -> Cache | None:  # type: ignore[override]
         """The cache of this moment; None if nothing can be cached, because changes of the offsets would go unnoticed.
 
         What is built while a graph is captured is computed in each replay of this graph, and only there.
         """
+        self.check_unchanged("this layout")
         graph = captured_graph(self._alias)
         if graph is None and self._version is None:
             return None
@@ -247,7 +218,6 @@ class BoundedLayout(Layout):
     def _check_usable(self, tensor: Tensor, name: str) -> None:
         refuse_tracers()
         self.check_device(tensor, name)
-        self.check_unchanged("this layout")
 
 
 def _version(tensor: Tensor) -> int | None:

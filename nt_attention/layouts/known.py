@@ -8,38 +8,41 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..compiler import check_readable, is_compiling, is_traced, is_tracing, refuse_tracers
+from ..compiler import check_readable, is_compiling, is_traced, is_tracing, outside_of_graphs, refuse_tracers
+from ..operators import define
+from ..torch_private import is_transformed
 from . import nested as nested_tensors
 from .bounded import BoundedLayout
+from .nested import Unwrapped
 from .protocol import Layout, Sharded
 from .reading import (
-    Facts,
+    Cache,
+    cache_with,
     copy_of,
     creating_cached_tensors,
-    facts_in_operator,
-    facts_where,
+    find_cached,
     no_modes,
+    offsets_of_lengths,
     on_host,
+    owner_of,
     plain,
     read_offsets,
-    read_positions,
-    snapshot,
+    starts_of_positions,
     to_device,
 )
 from .rows import fill_rows_from, scatter_rows
-from .traced import TracedBoundedLayout, TracedLayout
+from .traced import TracedLayout
 
 if TYPE_CHECKING:
     from .reading import Ints
 
-_T = TypeVar("_T")
-_MOST_BOUNDS = 8  # layouts of one offsets tensor that are kept
+_LAYOUT = "layout"  # of an offsets tensor, with a bound or None
 
 
 class SequenceLayout(Layout):
@@ -47,8 +50,9 @@ class SequenceLayout(Layout):
 
     Create a layout with one of its `from_*` constructors. A constructor syncs with the device at most once
     (`from_nested`: at most twice). Later uses of the layout need no sync. A layout copies its offsets when it is made,
-    and never changes. Values that depend on it are cached, such as `position_ids` and the choice of a backend. Layouts
-    made from the same offsets tensor share this cache.
+    and never changes: it keeps the old lengths if the tensor that it was made from is changed in place. Values that
+    depend on it are cached, such as `position_ids` and the choice of a backend. Layouts made from the same offsets
+    tensor share this cache.
 
     Attributes:
         batch_size: B, the number of sequences.
@@ -61,7 +65,7 @@ class SequenceLayout(Layout):
         padded_length: L of the attention mask that the layout was made from; None if it was made in another way.
         has_holes: whether a row of that mask has padding between its tokens; else False.
 
-    All tensors that a layout hands out are yours: a change of them in place does not change the layout.
+    All tensors that a layout returns are copies: a change of them in place does not change the layout.
 
     Example:
         >>> import nt_attention as nta
@@ -72,56 +76,43 @@ class SequenceLayout(Layout):
         tensor([0, 2, 2, 5])
     """
 
-    _facts: Facts
+    first: int  # the first offset, which is not 0 in some NestedTensors
+    host: Tensor
+    _offsets: Tensor  # (B+1,) int32, which kernels and operators get
+    _longest: int
     _padded_index: Tensor | None
-    _source: tuple[Tensor, object] | None  # int64 offsets of the user, and their snapshot
-    _for_operators: Tensor | None
-    _handed_out: dict[torch.dtype, Tensor]
+    _copies: dict[torch.dtype, weakref.ref[Tensor]]  # of the offsets, which users have
 
     def __init__(
         self,
-        facts: Facts,
-        max_seqlen: int | None = None,
-        source: Tensor | None = None,
+        ends: Ints,
+        offsets: Tensor,
         *,
         padded_length: int | None = None,
         padded_index: Tensor | None = None,
         has_holes: bool = False,
     ) -> None:
-        """Use a `from_*` constructor.
-
-        Args:
-            facts: what was read.
-            max_seqlen: the bound of the lengths. None means the longest length.
-            source: the offsets of the NestedTensor that was read, which `offsets` returns as long as they are
-                unchanged, because NestedTensors can only be added if they share this object.
-            padded_length, padded_index, has_holes: see the attributes.
-        """
-        if facts.first:
-            raise ValueError(
-                f"offsets must begin at 0, got {facts.first}: remove the rows before the first sequence, and pass "
-                "offsets - offsets[0]."
-            )
-        if max_seqlen is not None and max_seqlen < facts.max_seqlen:
-            raise ValueError(
-                f"max_seqlen={max_seqlen} is below the longest sequence of {facts.max_seqlen} tokens: "
-                "pass a larger bound, or leave it out."
-            )
+        """Use a `from_*` constructor. `ends` (B+1,) int64 and `offsets` (B+1,) int32 have the same numbers."""
+        lengths = np.diff(ends)
+        longest = int(lengths.max(initial=0))
         self.__dict__.update(
-            _facts=facts,
-            batch_size=facts.host.shape[0] - 1,
-            device=facts.device_offsets.device,
-            total=facts.total,
-            max_seqlen=facts.max_seqlen if max_seqlen is None else max_seqlen,
-            min_seqlen=facts.min_seqlen,
-            sum_of_squares=facts.sum_of_squares,
+            batch_size=len(lengths),
+            device=offsets.device,
+            first=int(ends[0]),
+            total=int(ends[-1] - ends[0]),
+            max_seqlen=longest,
+            min_seqlen=int(lengths.min()) if lengths.size else 0,
+            sum_of_squares=int(lengths.dot(lengths)),
             padded_length=padded_length,
-            _padded_index=padded_index,
             has_holes=has_holes,
-            _source=None if source is None or source.dtype != torch.int64 else (plain(source), snapshot(plain(source))),
-            _for_operators=None,
-            _handed_out={},
+            host=torch.from_numpy(ends),
+            cache=Cache(offsets.device),
+            _offsets=offsets,
+            _longest=longest,
+            _padded_index=padded_index,
+            _copies={},
         )
+        offsets.untyped_storage().owner = weakref.ref(self)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"layouts do not change: make a new one instead of setting {name}.")
@@ -131,10 +122,48 @@ class SequenceLayout(Layout):
         return f"SequenceLayout({sizes}, {self.device})"
 
     @classmethod
-    def _ready(cls, facts: Facts, *args: Any, **of_mask: Any) -> SequenceLayout:
-        """A layout for users, which has the tensors that operators get, so that a graph does not have to make them."""
-        layout = cls(facts, *args, **of_mask)
-        layout._make_operator_offsets()
+    @outside_of_graphs  # in a graph, the numbers would become constants or fake tensors
+    def of_numbers(cls, lengths: Ints, device: torch.device, **of_mask: Any) -> SequenceLayout:
+        """The layout of `lengths` (B,) on the host, without a sync. `of_mask` is as for the class."""
+        with creating_cached_tensors():
+            return cls(*offsets_of_lengths(lengths, device), **of_mask)
+
+    @classmethod
+    def read(cls, offsets: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
+        """The layout of `offsets` (B+1,), with a bound if it is not None.
+
+        This syncs the first time that a tensor object is passed, and after each in-place change of it. On a GPU,
+        inference tensors are read each time, because they have no version counter. So are the outputs of a compiled
+        function that runs as a CUDA graph: each replay writes other values to them, without a change of their version.
+        """
+        if is_transformed():
+            offsets = plain(offsets)
+
+        def build() -> SequenceLayout:
+            if max_seqlen is not None:
+                return cls.read(offsets).with_bound(max_seqlen)
+            with creating_cached_tensors():
+                return cls(*read_offsets(offsets))
+
+        layout: SequenceLayout | None = find_cached(offsets, (_LAYOUT, max_seqlen)) or _owner(offsets)
+        if layout is None:
+            return cache_with(offsets, (_LAYOUT, max_seqlen), build)
+        return layout if max_seqlen in (None, layout.max_seqlen) else layout.with_bound(max_seqlen)
+
+    def with_bound(self, max_seqlen: int | None) -> SequenceLayout:
+        """A layout of the same sequences with another bound, and not of a mask. It shares the cache."""
+        if max_seqlen is not None and max_seqlen < self._longest:
+            raise ValueError(
+                f"max_seqlen={max_seqlen} is below the longest sequence of {self._longest} tokens: "
+                "pass a larger bound, or leave it out."
+            )
+        longest = self._longest if max_seqlen is None else max_seqlen
+        if longest == self.max_seqlen and self._padded_index is None:
+            return self
+        layout = object.__new__(SequenceLayout)
+        without_mask = {"padded_length": None, "_padded_index": None, "has_holes": False}
+        # operators find `_unbound` by the offsets
+        layout.__dict__.update(self.__dict__, max_seqlen=longest, _unbound=self, **without_mask)
         return layout
 
     @classmethod
@@ -142,8 +171,9 @@ class SequenceLayout(Layout):
         """Create a layout from the offsets of its sequences.
 
         The first call with a tensor syncs with its device once. Later calls with the same tensor need no sync. The
-        layout has a copy of the offsets. So an in-place change of `offsets` does not change it, and the next call reads
-        them again. On a GPU, writes to `offsets.data` are not detected, because PyTorch does not record them.
+        layout has a copy of the offsets. So an in-place change of `offsets` does not change it: it keeps the old
+        lengths, also in a backward, and the next call reads the new ones. On a GPU, writes to `offsets.data` are not
+        detected, because PyTorch does not record them.
 
         Under torch.compile and torch.export, the lengths are not read while the graph is traced. They are read
         when the graph runs.
@@ -178,21 +208,23 @@ class SequenceLayout(Layout):
         refuse_tracers()
         if max_tokens is not None and max_seqlen is None:
             raise ValueError(f"max_tokens={max_tokens} needs max_seqlen, the bound of the longest sequence.")
-        if max_seqlen is not None and max_tokens is not None and isinstance(offsets, Tensor) and not offsets.is_cpu:
-            if is_traced(offsets):
-                return TracedBoundedLayout(offsets, cls, max_seqlen, max_tokens)
-            return BoundedLayout.of(offsets, max_seqlen, max_tokens)
+        if not isinstance(offsets, Tensor):
+            raise TypeError(
+                f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7])."
+            )
+        if max_seqlen is not None and max_tokens is not None and not offsets.is_cpu:
+            of_bounds = TracedLayout if is_traced(offsets) else BoundedLayout.of
+            return of_bounds(offsets, max_seqlen, max_tokens)
         if is_traced(offsets):
             return cls.in_graph(offsets, None, max_seqlen)
-        if isinstance(offsets, Tensor) and (bounded := BoundedLayout.with_offsets(offsets)) is not None:
+        if (bounded := BoundedLayout.with_offsets(offsets)) is not None:
             return bounded
-        (facts, layouts), longest = read_offsets(offsets), _integer("max_seqlen", max_seqlen)
-        layout: SequenceLayout | None = layouts.get(longest)
-        if layout is None:
-            layout = cls._ready(facts, longest)
-            if len(layouts) == _MOST_BOUNDS:
-                layouts.clear()
-            layouts[longest] = layout
+        layout = cls.read(offsets, _integer("max_seqlen", max_seqlen))
+        if layout.first:
+            raise ValueError(
+                f"offsets must begin at 0, got {layout.first}: remove the rows before the first sequence, and pass "
+                "offsets - offsets[0]."
+            )
         most = _integer("max_tokens", max_tokens)
         if most is not None and most < layout.total:
             raise ValueError(f"max_tokens={max_tokens} is below the {layout.total} tokens of the offsets.")
@@ -202,36 +234,19 @@ class SequenceLayout(Layout):
     def in_graph(
         cls, numbers: Tensor, token: Tensor | None = None, max_seqlen: int | None = None, rows: int = 0
     ) -> TracedLayout:
-        """The layout of a graph. The offsets are read when it runs.
+        """The layout of offsets (B+1,), or of positions (1, L) or (R, L) if `rows` is R.
 
-        Args:
-            numbers: (B+1,) offsets; or (1, L) or (R, L) positions, if `rows` is R.
-            token: the forward token of the model, in which the numbers are read once; None if there is none.
-            max_seqlen: as in `from_offsets`.
-            rows: 0 for offsets.
+        They are read when the graph runs; with the `token` of a model's forward, once in it.
         """
-        return TracedLayout(torch.ops.nt_attention.offsets.default(numbers, token, rows), cls, max_seqlen)
-
-    @classmethod
-    def in_this_graph(cls, offsets: Tensor, bounds: tuple[int, int] | None = None) -> TracedLayout:
-        """The layout of offsets that a layout has outside of the graph, or that the graph has made before."""
-        return TracedLayout(offsets, cls) if bounds is None else TracedBoundedLayout(offsets, cls, *bounds)
+        return TracedLayout(torch.ops.nt_attention.offsets.default(numbers, token, rows), max_seqlen)
 
     @classmethod
     def in_operator(cls, offsets: Tensor) -> Layout:
         """The layout of the offsets that an operator in a graph gets, from `in_graph` or of a layout from outside."""
-        bounded = BoundedLayout.with_offsets(offsets)
-        return cls.of_facts(facts_in_operator(offsets)) if bounded is None else bounded
-
-    @classmethod
-    def of_facts(cls, facts: Facts) -> SequenceLayout:
-        """The layout of these facts without a bound. It is kept as long as somebody has it."""
-        reference = facts.layout
-        layout: SequenceLayout | None = None if reference is None else reference()
-        if layout is None:
-            layout = cls(facts)
-            facts.layout = weakref.ref(layout)
-        return layout
+        owner = owner_of(offsets)
+        if type(owner) is _InGraph and offsets.numel() == owner.size:
+            return owner.layout
+        return BoundedLayout.with_offsets(offsets) or _owner(offsets) or cls(*read_offsets(offsets))
 
     @classmethod
     def from_lengths(
@@ -262,14 +277,13 @@ class SequenceLayout(Layout):
         with creating_cached_tensors():
             numbers = _as_tensor(lengths)
             host = numbers.detach().to("cpu", torch.int64).numpy()
-        return cls._ready(Facts.of_lengths(host, numbers.device if device is None else torch.device(device)))
+        return cls.of_numbers(host, numbers.device if device is None else torch.device(device))
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> Layout:
         """Create a layout from a NestedTensor.
 
-        Syncs once for an offsets tensor that was not read before, and once more for a new tensor of `lengths` (a
-        NestedTensor with holes has it).
+        Syncs once for a new offsets tensor, and once more for a new tensor of `lengths`, if it has holes.
 
         Args:
             nested: (B, j, …) or (B, H, j, D), where j is the ragged dimension, with layout `torch.jagged` or
@@ -288,8 +302,19 @@ class SequenceLayout(Layout):
             >>> nta.SequenceLayout.from_nested(nested).lengths
             tensor([2, 3])
         """
-        _, offsets, facts, _ = nested_tensors.unwrap(nested)
-        return cls.from_offsets(offsets) if facts is None else cls._ready(facts, None, offsets)
+        if not any(nested_tensors.are_nested(nested)):
+            what = f"a dense tensor {tuple(nested.shape)}" if isinstance(nested, Tensor) else type(nested).__name__
+            raise TypeError(
+                f"nested must be a NestedTensor, got {what}: make one with torch.nested.nested_tensor(sequences, "
+                "layout=torch.jagged), or make a layout with SequenceLayout.from_lengths(lengths)."
+            )
+        (unwrapped,) = unwrap_each(nested=nested)
+        layout = unwrapped.layout
+        if isinstance(layout, SequenceLayout) and nested.layout == torch.jagged:
+            offsets: Tensor = nested.offsets()  # type: ignore[attr-defined]
+            if offsets.dtype == torch.int64 and find_cached(offsets, (_LAYOUT, None)) is layout:
+                layout._copies[torch.int64] = weakref.ref(offsets)
+        return layout
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor) -> SequenceLayout:
@@ -347,104 +372,58 @@ class SequenceLayout(Layout):
                 got = f"shape {tuple(position_ids.shape)} and {position_ids.dtype}"
             raise ValueError(f"position_ids must be a (T,) or (R, T) tensor of integers, got {got}.")
         check_readable(position_ids, "position_ids")
-        return cls._ready(read_positions(position_ids))
+        return layout_where(starts_of_positions(position_ids), position_ids.device)
 
     @property
     def device_offsets(self) -> Tensor:
-        return self._facts.device_offsets
+        return self._offsets
+
+    @property
+    def operator_offsets(self) -> Tensor:
+        return self._offsets
 
     @property
     def offsets(self) -> Tensor:
         """(B+1,) int64, the first row of each sequence, then the end of the last sequence.
 
-        Of a layout that was made from a NestedTensor, it is that of the NestedTensor, if it is int64 and unchanged.
+        It is one copy as long as somebody has it and it is unchanged, because NestedTensors can only be added if they
+        share this object. For the same reason, it is that of the NestedTensor that the layout was made from, if any.
         """
-        if self._source is not None and not is_compiling():
-            source, state = self._source
-            if snapshot(source) == state:
-                return source
-        return self._hand_out(torch.int64)
+        return self._copy(torch.int64)
 
     @property
     def cu_seqlens(self) -> Tensor:
         """(B+1,) int32, the same numbers."""
-        return self._hand_out(torch.int32)
+        return self._copy(torch.int32)
 
-    @property
-    def operator_offsets(self) -> Tensor:
-        if self._for_operators is not None:
-            return self._for_operators
+    def _copy(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the offsets, with which `from_offsets` finds this layout."""
         if is_compiling():
-            return self._facts.device_offsets.clone()
-        return self._make_operator_offsets()
-
-    def _make_operator_offsets(self) -> Tensor:
-        tensor = self.__dict__["_for_operators"] = self._facts.hand_out("operators")
+            return self._offsets.to(dtype, copy=True)
+        reference = self._copies.get(dtype)
+        tensor = None if reference is None else reference()
+        if tensor is None or find_cached(tensor, (_LAYOUT, None)) is None:
+            layout = self.with_bound(None)
+            with creating_cached_tensors():
+                tensor = self._offsets.to(dtype, copy=True)
+            cache_with(tensor, (_LAYOUT, None), lambda: layout)
+            self._copies[dtype] = weakref.ref(tensor)
         return tensor
-
-    def _hand_out(self, dtype: torch.dtype) -> Tensor:
-        if is_compiling():
-            return self._facts.device_offsets.to(dtype, copy=True)
-        tensor: Tensor | None = self._handed_out.get(dtype)
-        if tensor is None or not self._facts.are_in(tensor):
-            tensor = self._handed_out[dtype] = self._facts.hand_out(dtype)
-        return tensor
-
-    @property
-    def host(self) -> Tensor:
-        return self._facts.host
 
     @property
     def host_offsets(self) -> Tensor:
         """(B+1,) int64, a copy of `offsets` on the CPU."""
         if is_compiling():
-            return copy_of(self._facts.host)
+            return copy_of(self.host)
         with no_modes():  # which would make a fake tensor of it
-            return copy_of(self._facts.host)
+            return copy_of(self.host)
 
     @property
-    def padded_index(self) -> Tensor | None:
+    def padded_index(self) -> Tensor | None:  # type: ignore[override]
         """(T,) int64, the position of each token in the mask that the layout was made from, flattened to (B·L)."""
         return None if self._padded_index is None else copy_of(self._padded_index)
 
-    @property
-    def lengths(self) -> Tensor:
-        """(B,) int64, the number of tokens in each sequence.
-
-        Example:
-            >>> import nt_attention as nta
-            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).lengths
-            tensor([2, 0, 3])
-        """
-        return copy_of(self.cached_lengths)
-
-    @property
-    def sequence_ids(self) -> Tensor:
-        """(T,) int64, the index of each token's sequence.
-
-        Example:
-            >>> import nt_attention as nta
-            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).sequence_ids
-            tensor([0, 0, 2, 2, 2])
-        """
-        return copy_of(self.locate_rows(self.total)[0])
-
-    @property
-    def position_ids(self) -> Tensor:
-        """(T,) int64, each token's position in its sequence, from 0.
-
-        Example:
-            >>> import nt_attention as nta
-            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).position_ids
-            tensor([0, 1, 0, 1, 2])
-        """
-        return copy_of(self.locate_rows(self.total)[1])
-
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The sequence of each of N rows, and the row's position in it: (N,) int64 each. Undefined past `total`.
-
-        They are not copied, so they are for code of this package, which does not change them.
-        """
         ids, positions = self.cached("rows", self._locate)
         if rows > self.total:
             ids, positions = (torch.nn.functional.pad(x, (0, rows - self.total)) for x in (ids, positions))
@@ -462,28 +441,16 @@ class SequenceLayout(Layout):
 
     @property
     def safe_offsets(self) -> Tensor:
-        return self.cached("int64", self._facts.device_offsets.long)
+        return self.cached("int64", self._offsets.long)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        longest = self.max_seqlen if self.max_seqlen > self._facts.max_seqlen else None
-        of_mask = (self.padded_length, self._padded_index, self.has_holes)
-        return _restore, (self._facts.host, self.device, longest, *of_mask)
-
-    def __copy__(self) -> SequenceLayout:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceLayout:
-        return self
+        of_mask = {name: self.__dict__[name] for name in ("padded_length", "has_holes")}
+        of_mask["padded_index"] = self._padded_index
+        return _restore, (np.diff(self.host.numpy()), self.device, self.max_seqlen, of_mask)
 
     @staticmethod
     def require(layout: object, name: str) -> Layout:
-        """Check that an argument is a layout, and return it.
-
-        In a graph it returns a `TracedLayout`, so that one graph can run with any lengths.
-
-        Args:
-            layout: the argument.
-            name: the name of the argument, for error messages.
+        """Check that an argument is a layout. In a graph, return one that stands for it with any lengths.
 
         Raises:
             TypeError: `layout` is not a layout.
@@ -497,34 +464,10 @@ class SequenceLayout(Layout):
         if isinstance(layout, TracedLayout) and not is_traced(layout.operator_offsets):  # outside of graphs
             return layout.read()
         if is_tracing():
-            return SequenceLayout.in_this_graph(layout.operator_offsets, layout.bounds)
-        layout.check_unchanged(name)
+            return TracedLayout(layout.operator_offsets, *(layout.bounds or ()))
+        if isinstance(layout, BoundedLayout):
+            layout.check_unchanged(name)
         return layout
-
-    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
-        """Return the cached value of `key`, or build it and cache it as long as something has the layout's offsets.
-
-        Args:
-            key: the cache key.
-            build: builds the value. The value must not refer to the tensors `offsets` and `cu_seqlens`, or they would
-                never be freed.
-            other: a second layout on which the value depends. The value is then cached until the offsets of one of
-                both layouts are freed.
-        """
-        if torch.compiler.is_compiling() and is_compiling():  # the first is true in other threads too
-            return build()  # a graph's tensors can't be cached
-        if other is None or other is self:
-            value: _T = self._facts.cache.find_or_build(key, build)
-        elif isinstance(other, SequenceLayout):
-            value = self._facts.cache.find_or_build(key, build, other._facts.cache)
-        else:  # its caches depend on the CUDA graph that is captured
-            value = other.cached((key, "with keys"), build, self)
-        return value
-
-    @property
-    def cache(self) -> Any:
-        """The cache of this layout, for a value that depends on another layout too."""
-        return self._facts.cache
 
     def same_lengths(self, other: Layout) -> bool:
         """Whether both layouts have the same lengths; if they know only bounds, whether they are one. Needs no sync.
@@ -537,10 +480,10 @@ class SequenceLayout(Layout):
         """
         if not isinstance(other, SequenceLayout):
             return False
-        return self._facts is other._facts or torch.equal(self._facts.host, other._facts.host)
+        return self is other or torch.equal(self.host, other.host)
 
     def padded_right(self) -> SequenceLayout:
-        return SequenceLayout(self._facts, None, self._source and self._source[0])
+        return self.with_bound(None)
 
     def extended(self, extra: int) -> SequenceLayout:
         return self._derived(("extended", extra), lambda lengths: lengths + extra)
@@ -550,10 +493,7 @@ class SequenceLayout(Layout):
         return self._derived("reversed", lambda lengths: lengths[::-1])
 
     def _derived(self, key: object, lengths: Callable[[Ints], Ints]) -> SequenceLayout:
-        def build() -> SequenceLayout:
-            return self._ready(Facts.of_lengths(lengths(np.diff(self._facts.host.numpy())), self.device))
-
-        return self.cached(key, build)
+        return self.cached(key, lambda: self.of_numbers(lengths(np.diff(self.host.numpy())), self.device))
 
     def pack(self, padded: Tensor) -> Tensor:
         """Remove the padding from a batch. Needs no sync.
@@ -577,10 +517,9 @@ class SequenceLayout(Layout):
         """
         self._check_usable(padded, "padded")
         length = padded.shape[1] if padded.dim() >= 2 else -1
-        longest = self._facts.max_seqlen
-        fits = length >= longest if self.padded_length is None else length == self.padded_length
+        fits = length >= self._longest if self.padded_length is None else length == self.padded_length
         if not fits or padded.shape[0] != self.batch_size:
-            wanted = f"{longest} or more" if self.padded_length is None else f"{self.padded_length}"
+            wanted = f"{self._longest} or more" if self.padded_length is None else f"{self.padded_length}"
             raise ValueError(
                 f"padded must be ({self.batch_size}, {wanted}, …) for this layout, got {tuple(padded.shape)}."
             )
@@ -640,8 +579,7 @@ class SequenceLayout(Layout):
 
     def wrap(self, values: Tensor, ragged_dim: int = 1) -> Tensor:
         """`to_nested` of checked values. With the ragged dimension 2, the result is (B, H, j, D)."""
-        offsets, longest = self.offsets, self.max_seqlen
-        return nested_tensors.wrap(values, offsets, self._facts, ragged_dim=ragged_dim, max_seqlen=longest)
+        return nested_tensors.wrap(values, self.offsets, self, ragged_dim=ragged_dim)
 
     def shard(self, mesh: Any, *, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Any:
         """Divide the tokens over the ranks of a mesh, for context parallelism. Needs no sync and no communication.
@@ -699,43 +637,15 @@ class SequenceLayout(Layout):
         return self.cached(("padded_index", length), build)
 
 
-class Unwrapped(NamedTuple):
-    """A NestedTensor as packed tokens.
-
-    Attributes:
-        values: (N, …), a view of the NestedTensor's values if its sequences are contiguous.
-        layout: the sequences. `layout.total` may be less than N.
-        rewrap: converts (N, …) to a NestedTensor of the same kind, with the same offsets and ragged dimension. If its
-            second argument is True, the ragged dimension is 1.
-    """
-
-    values: Tensor
-    layout: Layout
-    rewrap: Callable[..., Tensor]
-
-
 def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped, ...]:
     """Convert NestedTensors to packed tokens. Those with the same offsets share a layout; see `nested.take_apart`."""
-    parts = nested_tensors.take_apart(for_weights=for_weights, **named)
-    in_graph: list[tuple[Tensor, Layout]] = []
-    unwrapped = []
-    for values, offsets, facts, rewrap in parts:
-        if facts is not None:
-            layout: Layout = SequenceLayout.of_facts(facts)
-        elif same := [known for other, known in in_graph if other is offsets]:  # torch 2.11 has no id() in graphs
-            layout = same[0]
-        else:
-            layout = SequenceLayout.from_offsets(offsets)
-            in_graph.append((offsets, layout))
-        unwrapped.append(Unwrapped(values, layout, rewrap))
-    return tuple(unwrapped)
+    return nested_tensors.take_apart(SequenceLayout, for_weights, named)
 
 
-def _restore(host: Tensor, device: torch.device, max_seqlen: int | None, *of_mask: Any) -> SequenceLayout:
+def _restore(lengths: Ints, device: torch.device, max_seqlen: int, of_mask: dict[str, Any]) -> SequenceLayout:
     """A layout from a pickle."""
-    names = ("padded_length", "padded_index", "has_holes")
-    facts = Facts.of_lengths(np.diff(on_host(host)), device)
-    return SequenceLayout._ready(facts, max_seqlen, **dict(zip(names, of_mask, strict=True)))
+    layout = SequenceLayout.of_numbers(lengths, device, **of_mask)
+    return layout if of_mask["padded_index"] is not None else layout.with_bound(max_seqlen)
 
 
 def layout_of_mask(is_token: Ints, device: torch.device) -> SequenceLayout:
@@ -745,8 +655,9 @@ def layout_of_mask(is_token: Ints, device: torch.device) -> SequenceLayout:
     bounds = index.searchsorted(length * np.arange(batch + 1))
     lengths = np.diff(bounds)
     first, last = bounds[:-1][lengths > 0], bounds[1:][lengths > 0] - 1
-    return SequenceLayout._ready(
-        Facts.of_lengths(lengths, device),
+    return SequenceLayout.of_numbers(
+        lengths,
+        device,
         padded_length=length,
         padded_index=to_device(index, device),
         has_holes=bool((index[last] - index[first] > last - first).any()),
@@ -766,19 +677,19 @@ def layout_of_padding(padding: Tensor) -> SequenceLayout | None:
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
     """A layout of N tokens on `device`. A sequence begins wherever `begins` (N,) is not 0, as `begins[0]` must be."""
-    return SequenceLayout._ready(facts_where(begins, device))
+    return SequenceLayout.of_numbers(np.diff(begins.nonzero()[0], append=len(begins)), device)
 
 
 def _as_tensor(lengths: Sequence[int] | Tensor) -> Tensor:
     how = "pass a list such as [5, 0, 9]. For a mask, use SequenceLayout.from_attention_mask."
     try:
-        given = plain(lengths) if isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
+        numbers = plain(lengths) if isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"lengths must be one integer for each sequence, got {lengths!r}: {how}") from error
-    if given.dim() != 1 or not (_is_integer(given) or given.numel() == 0):
-        got = f"shape {tuple(given.shape)} and {given.dtype}"
+    if numbers.dim() != 1 or not (_is_integer(numbers) or numbers.numel() == 0):
+        got = f"shape {tuple(numbers.shape)} and {numbers.dtype}"
         raise ValueError(f"lengths must be one integer for each sequence, got {got}: {how}")
-    return given
+    return numbers
 
 
 def _token_mask(mask: Tensor) -> Ints:
@@ -804,3 +715,82 @@ def _integer(name: str, value: Any) -> int | None:
         return None if value is None else operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {value!r}.") from None
+
+
+# Offsets in a graph
+
+
+class _InGraph(NamedTuple):
+    """The owner of offsets that a graph has made. A compiler may reuse their memory for other numbers in this graph.
+
+    So only the operators to which the graph passes them may trust it, and nothing that reads offsets.
+
+    Attributes:
+        layout: of the offsets. The tensor may have more, if it was made of positions.
+        size: the number of offsets in the tensor.
+    """
+
+    layout: SequenceLayout
+    size: int
+
+
+def _owner(offsets: Tensor) -> SequenceLayout | None:
+    """The layout that has these `operator_offsets`, which may be a view of them, if it was not freed."""
+    owner = owner_of(offsets)
+    layout: SequenceLayout | None = owner() if type(owner) is weakref.ref else None
+    return layout if layout is not None and offsets.shape == layout.host.shape else None
+
+
+def _read_in_graph(numbers: Tensor, token: Tensor | None, rows: int) -> SequenceLayout:
+    """Read what a graph may have computed: a compiler may have reused the tensor object, for other numbers.
+
+    So it is read again, unless it was read in this forward of the model, which passes its token to all of its layers.
+    """
+    layout: SequenceLayout | None = None if rows else find_cached(numbers, (_LAYOUT, None)) or _owner(numbers)
+    if layout is not None:  # it was read outside of graphs
+        return layout
+
+    def build() -> SequenceLayout:
+        if rows:
+            return layout_where(starts_of_positions(numbers.expand(rows, -1)), numbers.device)
+        return SequenceLayout(*read_offsets(numbers))
+
+    return build() if token is None else cache_with(numbers, ("in graph", rows), build, token, follows=True)
+
+
+def _offsets_in_graph(numbers: Tensor, token: Tensor | None, rows: int) -> Tensor:
+    layout = _read_in_graph(numbers, token, rows)
+    with creating_cached_tensors():
+        size = rows * numbers.shape[1] + 1 if rows else numbers.shape[0]
+        made = layout.device_offsets.new_full((size,), layout.total)
+        made[: layout.batch_size + 1] = layout.device_offsets
+    made.untyped_storage().owner = _InGraph(layout, size)  # type: ignore[attr-defined]
+    return made
+
+
+def _fake_offsets(numbers: Tensor, token: Tensor | None, rows: int) -> Tensor:
+    size = rows * numbers.shape[1] + 1 if numbers.dim() == 2 else numbers.shape[0]
+    return numbers.new_empty(size, dtype=torch.int32)
+
+
+# numbers: (B+1,) offsets, with `rows` 0; or (1 or R, L) positions of R rows. token: the forward token of the model. The
+# result is (B+1,) or (R·L+1,) int32, the offsets, then the total.
+define("offsets(Tensor numbers, Tensor? token, SymInt rows) -> Tensor", _offsets_in_graph, _fake_offsets)
+
+
+TOKEN_SHAPE = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
+
+
+def _new_token(device: torch.device) -> Tensor:
+    return torch.empty(TOKEN_SHAPE, dtype=torch.int8, device=device)
+
+
+def new_forward_token(device: torch.device) -> Tensor:
+    """A tensor of a graph that is made once in each forward of a model, in which offsets are read once."""
+    token: Tensor = torch.ops.nt_attention.forward_token.default(device)
+    return token
+
+
+# As an operator with random results, so that compilers do not replace it by a constant.
+define("forward_token(Device device) -> Tensor", _new_token, _new_token, random=True)
+TracedLayout.make = SequenceLayout.from_offsets

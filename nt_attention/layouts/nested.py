@@ -29,23 +29,22 @@ from ..torch_private import (
     share_version_counter,
     without_torch_function,
 )
-from .reading import Facts, creating_cached_tensors, keep, read_offsets, to_device
+from .protocol import Layout
+from .reading import cache_with, creating_cached_tensors, to_device
 
 
-class Parts(NamedTuple):
-    """The parts of a NestedTensor.
+class Unwrapped(NamedTuple):
+    """A NestedTensor as packed tokens.
 
     Attributes:
         values: (N, …), a view of the NestedTensor's values if its sequences are contiguous.
-        offsets: the offsets of the NestedTensor.
-        facts: what was read from them; None in a graph. There may be fewer tokens than N.
+        layout: the sequences. `layout.total` may be less than N.
         rewrap: converts (N, …) to a NestedTensor of the same kind, with the same offsets and ragged dimension. If its
             second argument is True, the ragged dimension is 1.
     """
 
     values: Tensor
-    offsets: Tensor
-    facts: Facts | None
+    layout: Layout
     rewrap: Callable[..., Tensor]
 
 
@@ -57,8 +56,8 @@ def are_nested(*tensors: object) -> list[bool]:
         return [isinstance(x, Tensor) and x.is_nested for x in tensors]
 
 
-def take_apart(*, for_weights: bool = True, **named: Tensor) -> tuple[Parts, ...]:
-    """The parts of NestedTensors (B, j, …) or (B, H, j, D), jagged or strided.
+def take_apart(make: Any, for_weights: bool, named: dict[str, Tensor]) -> tuple[Unwrapped, ...]:
+    """The packed tokens of NestedTensors (B, j, …) or (B, H, j, D), jagged or strided.
 
     If the sequences of a jagged NestedTensor are contiguous from row 0, its values are a view. If not (it has `lengths`
     with holes, or its offsets begin later), the tokens are copied, and `rewrap` restores the rows, with 0 in the holes.
@@ -66,6 +65,7 @@ def take_apart(*, for_weights: bool = True, **named: Tensor) -> tuple[Parts, ...
     new lengths tensor. An object that is passed twice is unwrapped once.
 
     Args:
+        make: the class `SequenceLayout`.
         for_weights: whether the values will be multiplied by parameters. The backward pass then needs the values even
             if the NestedTensor requires no gradient, so they share its version counter.
         named: the NestedTensors, each as the keyword argument that error messages should name.
@@ -77,52 +77,33 @@ def take_apart(*, for_weights: bool = True, **named: Tensor) -> tuple[Parts, ...
     """
     refuse_tracers()
     if is_compiling():
-        return _unwrap_in_graph(named)
+        return _unwrap_in_graph(make, named)
     with _no_torch_function():
         jagged = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
         may_save = for_weights or any(x.requires_grad for x in jagged.values())
         values = dict(zip(jagged, _values(*jagged.values(), may_save=may_save), strict=True))
-        read: dict[int, Facts] = {}
-        done: dict[int, Parts] = {}
+        done: dict[int, Unwrapped] = {}
         for name, x in named.items():
             at = id(x)
             if at not in done:
-                done[at] = _unwrap_jagged(x, values[at], name, read) if at in values else _unwrap_strided(x, name)
+                done[at] = _unwrap_jagged(make, x, values[at], name) if at in values else _unwrap_strided(make, x, name)
         return tuple([done[id(x)] for x in named.values()])
 
 
-def unwrap(nested: Tensor) -> Parts:
-    """`take_apart` of one NestedTensor.
-
-    Raises:
-        TypeError: `nested` is not a NestedTensor.
-    """
-    if not any(are_nested(nested)):
-        what = f"a dense tensor {tuple(nested.shape)}" if isinstance(nested, Tensor) else type(nested).__name__
-        raise TypeError(
-            f"nested must be a NestedTensor, got {what}: make one with torch.nested.nested_tensor(sequences, "
-            "layout=torch.jagged), or make a layout with SequenceLayout.from_lengths(lengths)."
-        )
-    return take_apart(nested=nested)[0]
-
-
-def wrap(
-    values: Tensor, offsets: Tensor, facts: Facts, *, ragged_dim: int = 1, max_seqlen: int | None = None
-) -> Tensor:
+def wrap(values: Tensor, offsets: Tensor, layout: Layout, *, ragged_dim: int = 1) -> Tensor:
     """A jagged NestedTensor with these offsets, as a view of `values` (N, …).
 
     It is (B, j, …); with the ragged dimension 2, it is (B, H, j, D).
     """
-    longest = facts.max_seqlen if max_seqlen is None else max_seqlen
     # In inference mode, nested_from_jagged raises an error for other than inference tensors.
     if torch.is_inference_mode_enabled() and not is_compiling():
-        return _jagged(values, offsets, None, ragged_dim, facts, longest)
+        return _jagged(values, offsets, None, ragged_dim, layout)
     values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
-    return nested_from_jagged(values, offsets, None, ragged_dim, facts.min_seqlen, longest)
+    return nested_from_jagged(values, offsets, None, ragged_dim, layout.min_seqlen, layout.max_seqlen)
 
 
-def _unwrap_jagged(nested: Any, values: Tensor, name: str, read: dict[int, Facts]) -> Parts:
-    """Unwrap a jagged NestedTensor. `read` maps the id of offsets to their facts, and may be extended."""
+def _unwrap_jagged(make: Any, nested: Any, values: Tensor, name: str) -> Unwrapped:
+    """Unwrap a jagged NestedTensor."""
     offsets, lengths, ragged_dim = nested.offsets(), nested.lengths(), ragged_dim_of(nested)
     if ragged_dim not in (1, 2) or (ragged_dim == 2 and values.dim() != 3):
         raise ValueError(
@@ -131,30 +112,28 @@ def _unwrap_jagged(nested: Any, values: Tensor, name: str, read: dict[int, Facts
         )
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     rows = values.shape[0]
-    facts = read.get(id(offsets))
-    if facts is None:
-        facts = read[id(offsets)] = read_offsets(offsets).facts
+    layout = make.read(offsets)
     index = None
-    if lengths is not None or facts.first:
-        facts, index = _tokens_among_rows(offsets, facts, lengths, rows, name)
+    if lengths is not None or layout.first:
+        layout, index = _tokens_among_rows(make, layout, lengths, rows, name)
         values = values.index_select(0, index)
-    elif rows < facts.total:
+    elif rows < layout.total:
         raise ValueError(
-            f"{name} has shape {tuple(values.shape)}, but its {len(facts.host) - 1} sequences have {facts.total} "
-            f"tokens: pass at least {facts.total} rows."
+            f"{name} has shape {tuple(values.shape)}, but its {layout.batch_size} sequences have {layout.total} "
+            f"tokens: pass at least {layout.total} rows."
         )
 
     def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
         if index is not None:
             result = result.new_zeros(rows, *result.shape[1:]).index_copy(0, index, result)
-        return _jagged(result, offsets, lengths, 1 if tokens_first else ragged_dim, facts, facts.max_seqlen)
+        return _jagged(result, offsets, lengths, 1 if tokens_first else ragged_dim, layout)
 
-    return Parts(values, offsets, facts, rewrap)
+    return Unwrapped(values, layout, rewrap)
 
 
-def _unwrap_in_graph(named: dict[str, Any]) -> tuple[Parts, ...]:
+def _unwrap_in_graph(make: Any, named: dict[str, Any]) -> tuple[Unwrapped, ...]:
     """`take_apart` in a graph, with public operations. NestedTensors with the same ragged size share offsets."""
-    done: list[tuple[Any, Parts]] = []
+    done: list[tuple[Any, Unwrapped]] = []
     for name, x in named.items():
         if x.layout != torch.jagged:
             raise TypeError(
@@ -164,12 +143,15 @@ def _unwrap_in_graph(named: dict[str, Any]) -> tuple[Parts, ...]:
         if x.lengths() is not None:
             raise ValueError(f"{name} has holes between its sequences: call contiguous() on it outside of the graph.")
         same = next((u for y, u in done if y is x), None)
-        offsets = next((u.offsets for y, u in done if y.size(ragged_dim_of(y)) == x.size(ragged_dim_of(x))), None)
-        done.append((x, same if same is not None else _unwrap_one_in_graph(x, offsets)))
+        if same is None:
+            size = x.size(ragged_dim_of(x))
+            layout = next((u.layout for y, u in done if y.size(ragged_dim_of(y)) == size), None)
+            same = _unwrap_one_in_graph(x, make.from_offsets(x.offsets()) if layout is None else layout)
+        done.append((x, same))
     return tuple([u for _, u in done])
 
 
-def _unwrap_one_in_graph(nested: Any, same: Tensor | None) -> Parts:
+def _unwrap_one_in_graph(nested: Any, layout: Layout) -> Unwrapped:
     values, offsets, ragged_dim = nested.values(), nested.offsets(), ragged_dim_of(nested)
     extremes = extremes_in_graph(nested)
 
@@ -179,7 +161,7 @@ def _unwrap_one_in_graph(nested: Any, same: Tensor | None) -> Parts:
         return nested_from_jagged(result, offsets, None, dim, *extremes)
 
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
-    return Parts(values, offsets if same is None else same, None, rewrap)
+    return Unwrapped(values, layout, rewrap)
 
 
 def _values(*nested: Tensor, may_save: bool = True) -> tuple[Tensor, ...]:
@@ -243,44 +225,44 @@ class _Nested(torch.autograd.Function):
         return None if grad is None else _values(grad)[0], None
 
 
-def _jagged(
-    values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, facts: Facts, max_seqlen: int
-) -> Tensor:
+def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, layout: Layout) -> Tensor:
     """`nested_from_jagged` of `values` (N, …), three times as fast.
 
     The result has the minimum and maximum of its lengths cached, so that later operations need no sync to compute them.
     """
     with _no_torch_function():
         values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
-        extremes = facts.cache.find_or_build(("extremes", max_seqlen), lambda: _extremes(facts, max_seqlen))
+        extremes = layout.cached(("extremes", layout.max_seqlen), lambda: _extremes(layout))
         form = _Form(offsets, lengths, ragged_dim, extremes)
         if torch.is_grad_enabled() and values.requires_grad:
             return cast(Tensor, _Nested.apply(values, form))
         return form.wrap(values.detach())
 
 
-def _extremes(facts: Facts, max_seqlen: int) -> dict[str, Tensor]:
+def _extremes(layout: Layout) -> dict[str, Tensor]:
     """The longest and shortest length, as NestedTensor stores them: as the sizes of empty tensors."""
-    offsets = facts.device_offsets
-    values = torch.empty(0, 0, device=offsets.device)
-    return dict(extremes_of(nested_from_jagged(values, offsets, None, 1, facts.min_seqlen, max_seqlen)))
+    values, offsets = torch.empty(0, 0, device=layout.device), layout.device_offsets
+    return dict(extremes_of(nested_from_jagged(values, offsets, None, 1, layout.min_seqlen, layout.max_seqlen)))
 
 
 def _tokens_among_rows(
-    offsets: Tensor, facts: Facts, lengths: Tensor | None, rows: int, name: str
-) -> tuple[Facts, Tensor]:
-    """The facts of the tokens, and their rows (T,), of a NestedTensor with holes, or whose offsets begin later."""
-    begins = facts.host[:-1]
+    make: Any, layout: Layout, lengths: Tensor | None, rows: int, name: str
+) -> tuple[Layout, Tensor]:
+    """The layout of the tokens, and their rows (T,), of a NestedTensor with holes, or whose offsets begin later."""
+    begins = layout.host[:-1]
 
-    def read() -> tuple[Facts, Tensor, Tensor]:
-        counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
+    def read() -> tuple[Layout, Tensor, Tensor]:
+        counts = layout.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
         with creating_cached_tensors():
-            tokens = Facts.of_lengths(counts.clamp(min=0).numpy(), offsets.device)
-            index = np.arange(tokens.total) + (begins - tokens.host[:-1]).numpy().repeat(counts.clamp(min=0).numpy())
-        return tokens, to_device(index, offsets.device), begins + counts
+            sizes = counts.clamp(min=0).numpy()
+            tokens = make.of_numbers(sizes, layout.device)
+            index = np.arange(tokens.total) + (begins - tokens.host[:-1]).numpy().repeat(sizes)
+        return tokens, to_device(index, layout.device), begins + counts
 
     key = "token rows"
-    tokens, index, ends = facts.cache.find_or_build(key, read) if lengths is None else keep(lengths, (key, facts), read)
+    tokens, index, ends = (
+        layout.cached(key, read) if lengths is None else cache_with(lengths, (key, layout.cache), read)
+    )
     wrong = (ends < begins) | (ends > torch.cat([begins[1:], torch.tensor([rows], device="cpu")]))
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])
@@ -292,7 +274,7 @@ def _tokens_among_rows(
     return tokens, index
 
 
-def _unwrap_strided(nested: Tensor, name: str) -> Parts:
+def _unwrap_strided(make: Any, nested: Tensor, name: str) -> Unwrapped:
     """Unwrap a strided NestedTensor: (B, j, …), or (B, H, j, D) if its shapes only differ in j."""
     parts = list(nested.unbind()) if nested.size(0) else []
     if not parts:
@@ -302,14 +284,14 @@ def _unwrap_strided(nested: Tensor, name: str) -> Parts:
     token_dim = _strided_token_dim([tuple(part.shape) for part in parts], name)
     values = torch.cat([part.movedim(token_dim, 0) for part in parts])
     lengths = [part.shape[token_dim] for part in parts]
-    facts = Facts.of_lengths(np.array(lengths), nested.device)
+    layout = make.of_numbers(np.array(lengths), nested.device)
 
     def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
         dim = 0 if tokens_first else token_dim
         pieces = [piece.movedim(0, dim) for piece in result.split(lengths)]
         return torch.nested.as_nested_tensor(pieces, layout=torch.strided)
 
-    return Parts(values, facts.device_offsets, facts, rewrap)
+    return Unwrapped(values, layout, rewrap)
 
 
 def _strided_token_dim(shapes: list[tuple[int, ...]], name: str) -> int:

@@ -11,24 +11,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ..compiler import is_compiling
+from .reading import Cache, copy_of
 from .rows import fill_rows_from
 
 _T = TypeVar("_T")
 
 
 class LengthsUnknownError(ValueError):
-    """The host needs lengths that only the device knows.
-
-    Example:
-        >>> import torch
-        >>> from nt_attention.layouts.bounded import BoundedLayout, LengthsUnknownError
-        >>> layout = BoundedLayout(torch.tensor([0, 2, 5], dtype=torch.int32), max_seqlen=4, max_tokens=8)
-        >>> try:
-        ...     layout.host_offsets
-        ... except LengthsUnknownError as error:
-        ...     print(error)
-        host_offsets needs the lengths, but this layout only knows bounds of them: make it without max_tokens.
-    """
+    """The host needs lengths that only the device knows."""
 
 
 class Sharded:
@@ -62,9 +53,12 @@ class Layout:
         knows_lengths: whether the host knows the lengths, at the latest when a graph runs.
         padded_length: L of the mask that the layout was made from, or None.
         has_holes: whether a row of that mask has padding between its tokens.
+        bounds: `max_seqlen` and `total` if the host only knows bounds, else None.
+        padded_index: (T,) int64, the position of each token in that mask, flattened to (B·L), or None.
+        cache: values that are derived from the offsets; None if they can't be cached.
     """
 
-    knows_lengths: ClassVar[bool] = True
+    knows_lengths: bool = True
     total: int
     max_seqlen: int
     min_seqlen: int
@@ -73,6 +67,9 @@ class Layout:
     device: torch.device
     padded_length: int | None = None
     has_holes: bool = False
+    bounds: tuple[int, int] | None = None
+    padded_index: Tensor | None = None
+    cache: Cache | None = None
 
     @property
     def operator_offsets(self) -> Tensor:
@@ -95,14 +92,9 @@ class Layout:
         return self.operator_offsets.to(torch.int32, copy=True).contiguous()
 
     @property
-    def padded_index(self) -> Tensor | None:
-        """(T,) int64, the position of each token in the mask that the layout was made from, flattened to (B·L)."""
-        return None
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        """`max_seqlen` and `total` if the host only knows bounds, else None."""
-        return None
+    def safe_offsets(self) -> Tensor:
+        """(B+1,) int64, offsets that are safe to index with."""
+        return self.offsets
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """The sequence of each of N rows, and the row's position in it: (N,) int64 each. Undefined past the last token.
@@ -112,18 +104,60 @@ class Layout:
         raise NotImplementedError
 
     @property
-    def safe_offsets(self) -> Tensor:
-        """(B+1,) int64, offsets that are safe to index with."""
-        return self.offsets
-
-    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
-        """The value of `key`, built the first time, if this layout caches anything. See `SequenceLayout.cached`."""
-        return build()
+    def cached_lengths(self) -> Tensor:
+        """`lengths` for code of this package, which does not change them. They are not copied."""
+        return self.cached("lengths", lambda: self.safe_offsets.diff())
 
     @property
-    def cache(self) -> Any:
-        """The `reading.Cache` of this layout, for a value that depends on another layout too. None if it has none."""
-        return None
+    def lengths(self) -> Tensor:
+        """(B,) int64, the number of tokens in each sequence.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).lengths
+            tensor([2, 0, 3])
+        """
+        return copy_of(self.cached_lengths)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """(N,) int64, the index of each row's sequence.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).sequence_ids
+            tensor([0, 0, 2, 2, 2])
+        """
+        return copy_of(self.locate_rows(self.total)[0])
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(N,) int64, each row's position in its sequence, from 0.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).position_ids
+            tensor([0, 1, 0, 1, 2])
+        """
+        return copy_of(self.locate_rows(self.total)[1])
+
+    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
+        """The cached value of `key`, or build it, and cache it as long as somebody has this layout.
+
+        Args:
+            key: the cache key.
+            build: builds the value, which must not refer to tensors that users have, or these would never be freed.
+            other: a second layout on which the value depends. The value is then cached until one of both is freed.
+        """
+        if torch.compiler.is_compiling() and is_compiling():  # the first is true in other threads too
+            return build()  # a graph's tensors can't be cached
+        cache, other_cache = self.cache, None
+        if other is not None and other is not self:
+            other_cache = other.cache
+            if other_cache is None:
+                return build()
+        value: _T = build() if cache is None else cache.find_or_build(key, build, other_cache)
+        return value
 
     def same_lengths(self, other: Layout) -> bool:
         """Whether both layouts have the same lengths; if they know only bounds, whether they are one. Needs no sync."""
@@ -133,11 +167,8 @@ class Layout:
         """The layout in which every sequence is `extra` tokens longer."""
         raise NotImplementedError
 
-    def check_unchanged(self, name: str) -> None:
-        """Raise a ValueError if this layout follows offsets that were changed in place since it was made."""
-
     def check_saved(self) -> None:
-        """The same in a backward, as a RuntimeError."""
+        """Raise a RuntimeError, in a backward, if the offsets that this layout follows were changed in place."""
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
         """Replace the rows of `values` (N, …) past the last token by `value`."""
@@ -175,29 +206,7 @@ class Layout:
                 f"make the layout from offsets or lengths on {tensor.device}."
             )
 
-    @property
-    def lengths(self) -> Tensor:
-        """(B,) int64, the number of tokens in each sequence."""
-        return self.cached_lengths.clone()
-
-    @property
-    def cached_lengths(self) -> Tensor:
-        """The same for code of this package, which does not change them. They are not copied."""
-        return self.cached("lengths", lambda: self.safe_offsets.diff())
-
-    @property
-    def sequence_ids(self) -> Tensor:
-        """(N,) int64, the index of each row's sequence."""
-        return self.locate_rows(self.total)[0].clone()
-
-    @property
-    def position_ids(self) -> Tensor:
-        """(N,) int64, each row's position in its sequence, from 0."""
-        return self.locate_rows(self.total)[1].clone()
-
-    # What needs the lengths on the host.
-
-    def known(self, name: str) -> Any:
+    def with_lengths(self, name: str) -> Any:
         """The `SequenceLayout` of these sequences, for `name`, which needs the lengths.
 
         Raises:
@@ -207,44 +216,13 @@ class Layout:
             f"{name} needs the lengths, but this layout only knows bounds of them: make it without max_tokens."
         )
 
-    @property
-    def host_offsets(self) -> Tensor:
-        """(B+1,) int64, a copy of `offsets` on the CPU."""
-        tensor: Tensor = self.known("host_offsets").host_offsets
-        return tensor
+    def __getattr__(self, name: str) -> Any:
+        if name in _NEED_LENGTHS:
+            return getattr(self.with_lengths("this call" if name in _INTERNAL else name), name)
+        raise AttributeError(f"a layout has no attribute {name!r}.")
 
-    @property
-    def host(self) -> Tensor:
-        """The same for code of this package, which does not change it. It is not copied."""
-        tensor: Tensor = self.known("this call").host
-        return tensor
 
-    @property
-    def reversed(self) -> Layout:
-        """The layout of the same sequences in reverse order."""
-        layout: Layout = self.known("this call").reversed
-        return layout
-
-    def padded_right(self) -> Layout:
-        """The same layout, which pads at the end of each row, to the longest length."""
-        layout: Layout = self.known("this call").padded_right()
-        return layout
-
-    def pack(self, padded: Tensor) -> Tensor:
-        """Remove the padding from a batch; see `SequenceLayout.pack`."""
-        packed: Tensor = self.known("pack").pack(padded)
-        return packed
-
-    def pad(self, values: Tensor, value: float = 0.0) -> Tensor:
-        """Convert packed tokens to a padded batch; see `SequenceLayout.pad`."""
-        padded: Tensor = self.known("pad").pad(values, value)
-        return padded
-
-    def to_nested(self, values: Tensor) -> Tensor:
-        """Convert packed tokens to a jagged NestedTensor; see `SequenceLayout.to_nested`."""
-        nested: Tensor = self.known("to_nested").to_nested(values)
-        return nested
-
-    def shard(self, mesh: Any, *, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Any:
-        """Divide the tokens over the ranks of a mesh; see `SequenceLayout.shard`."""
-        return self.known("shard").shard(mesh, is_causal=is_causal, window_size=window_size)
+_INTERNAL = ("host", "reversed", "padded_right")
+# What `SequenceLayout` has. `host` is `host_offsets` for code of this package, which does not change it.
+_NEED_LENGTHS = {*_INTERNAL, "host_offsets", "pack", "pad", "to_nested", "shard"}
+_NEED_LENGTHS |= {"total", "max_seqlen", "min_seqlen", "sum_of_squares"}

@@ -254,13 +254,13 @@ class TreeLayout(Layout):
     def operator_offsets(self) -> Tensor:
         return self.segments.operator_offsets
 
-    def known(self, name: str) -> NoReturn:
+    def with_lengths(self, name: str) -> NoReturn:
         raise ValueError(
             f"{name} can't have a TreeLayout: repeat the prefixes with tree.expand, and pass tree.sequences."
         )
 
     def extended(self, extra: int) -> NoReturn:
-        self.known("a call that adds keys (add_bias_kv, add_zero_attn)")
+        self.with_lengths("a call that adds keys (add_bias_kv, add_zero_attn)")
 
     @property
     def device_offsets(self) -> Tensor:

@@ -1,1 +1,1 @@
-"""Inputs that are changed in place, in all argument combinations. The tables are entries, changes, forms and modes."""
+"""Inputs that are changed in place around a call."""

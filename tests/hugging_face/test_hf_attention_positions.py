@@ -127,14 +127,14 @@ def test_one_row_of_position_ids_for_several_batch_sizes():
 
 
 def test_position_ids_are_not_kept_alive():
-    from nt_attention.layouts.reading import _kept
+    from nt_attention.layouts.reading import _entries
 
     q, k, v = random_states()
-    before = len(_kept)
+    before = len(_entries)
     for _ in range(3):
         call(q, k, v, position_ids=positions_of(LENGTHS))
     gc.collect()
-    assert len(_kept) <= before
+    assert len(_entries) <= before
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import nt_attention as nta
 from nt_attention import SequenceLayout
 from nt_attention.layouts.bounded import BoundedLayout, LengthsUnknownError
-from nt_attention.layouts.reading import _kept
+from nt_attention.layouts.reading import _entries
+from nt_attention.layouts.traced import TracedLayout
 
 INT32, INT64 = torch.int32, torch.int64
 both_dtypes = pytest.mark.parametrize("dtype", [INT32, INT64], ids=str)
@@ -381,7 +382,7 @@ class TestLifetimes:
     @both_dtypes
     def test_layout_is_freed_after_forward_and_backward(self, dtype):
         gc.collect()
-        before, given = len(_kept), offsets(dtype)
+        before, given = len(_entries), offsets(dtype)
         layout = bounded(given)
         x = randn(MAX_TOKENS, 2, 16, requires_grad=True)
         attend(layout, x=x).sum().backward()
@@ -390,11 +391,11 @@ class TestLifetimes:
         del layout, given
         gc.collect()
         assert [x() for x in freed] == [None, None]
-        assert len(_kept) == before
+        assert len(_entries) == before
 
     def test_registered_layouts_do_not_pile_up(self):
         gc.collect()
-        before = len(_kept)
+        before = len(_entries)
         for dtype in [INT32, INT64] * 5:
             layout, exact = bounded(offsets(dtype)), exact_layout()
             attend(layout)
@@ -402,7 +403,7 @@ class TestLifetimes:
             attend(exact, layout)
         del layout, exact
         gc.collect()
-        assert len(_kept) == before
+        assert len(_entries) == before
 
     @pytest.mark.parametrize("kept_side", ["queries", "keys"])
     @pytest.mark.parametrize("other_kind", ["bounded", "exact"])
@@ -444,7 +445,7 @@ class TestLifetimes:
     def test_tensors_of_operators_are_freed(self):
         """The layout that an operator makes is kept with the tensor that it got, and does not keep this tensor."""
         gc.collect()
-        before, given = len(_kept), offsets()
+        before, given = len(_entries), offsets()
         layout = BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS)
         assert BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS) is layout
         assert BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS + 1) is not layout
@@ -453,7 +454,7 @@ class TestLifetimes:
         del layout, given
         gc.collect()
         assert freed() is None
-        assert len(_kept) == before
+        assert len(_entries) == before
 
     def test_two_layouts_of_the_same_offsets_with_other_bounds(self):
         """An operator must get the layout that was passed, not the last one that was made."""
@@ -614,7 +615,7 @@ class TestBackends:
         given, x = offsets(dtype), randn(MAX_TOKENS, 2, 16, requires_grad=True)
 
         def function(x, given):
-            layout = SequenceLayout.in_this_graph(given, (MAX_SEQLEN, MAX_TOKENS))
+            layout = TracedLayout(given, MAX_SEQLEN, MAX_TOKENS)
             out, lse = attend(layout, layout.extended(0), x=x, is_causal=True, return_lse=True)
             return out.sin() + attend(layout, x=x), lse[:TOKENS].cos()
 
@@ -632,7 +633,7 @@ class TestBackends:
         given, x, graphs = offsets(), randn(MAX_TOKENS, 2, 16), []
 
         def function(x, given):
-            return attend(SequenceLayout.in_this_graph(given, (MAX_SEQLEN, MAX_TOKENS)), x=x)
+            return attend(TracedLayout(given, MAX_SEQLEN, MAX_TOKENS), x=x)
 
         def keep(graph, _):
             graphs.append(graph.graph)

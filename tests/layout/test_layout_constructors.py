@@ -13,25 +13,6 @@ from nt_attention import SequenceLayout, varlen_attention
 from nt_attention.layouts import reading
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 0], [], [3], [2, 2, 2]], ids=str)
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_all_constructors_give_the_same_layout(make, lengths):
-    layout = make(lengths)
-    positions = [position for length in lengths for position in range(length)]
-    sequences = [b for b, length in enumerate(lengths) for _ in range(length)]
-    assert layout.offsets.tolist() == [sum(lengths[:b]) for b in range(len(lengths) + 1)]
-    assert layout.cu_seqlens.tolist() == layout.host_offsets.tolist() == layout.offsets.tolist()
-    assert (layout.offsets.dtype, layout.cu_seqlens.dtype) == (torch.int64, torch.int32)
-    assert layout.lengths.tolist() == lengths
-    assert layout.position_ids.tolist() == positions
-    assert layout.sequence_ids.tolist() == sequences
-    assert {x.dtype for x in (layout.lengths, layout.position_ids, layout.sequence_ids)} == {torch.int64}
-    facts = (layout.batch_size, layout.total, layout.max_seqlen, layout.min_seqlen)
-    assert facts == (len(lengths), sum(lengths), max(lengths, default=0), min(lengths, default=0))
-    assert {type(fact) for fact in facts} == {int}
-    assert layout.device == torch.device("cpu")
-
-
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("pickled", [False, True])
 def test_offsets_of_a_layout_give_the_same_layout(monkeypatch, make, pickled):
@@ -47,7 +28,7 @@ def test_offsets_of_a_layout_give_the_same_layout(monkeypatch, make, pickled):
 @pytest.mark.parametrize("dtype", [None, torch.int32, torch.int64])
 @pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x])
 def test_layouts_are_freed(dtype, use):
-    x, before = torch.randn(sum(LENGTHS), 2, 8), len(reading._kept)
+    x, before = torch.randn(sum(LENGTHS), 2, 8), len(reading._entries)
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
     layout = SequenceLayout.from_lengths(LENGTHS) if dtype is None else SequenceLayout.from_offsets(offsets.to(dtype))
     other = use(layout)
@@ -56,7 +37,7 @@ def test_layouts_are_freed(dtype, use):
     del layout, other, offsets
     gc.collect()
     assert not any(reference() is not None for reference in freed)
-    assert len(reading._kept) <= before
+    assert len(reading._entries) <= before
 
 
 @pytest.mark.parametrize("make", [MAKERS["list"], MAKERS["mask"]], ids=["list", "mask"])
@@ -106,11 +87,6 @@ def test_from_position_ids(position_ids, lengths):
     assert layout.lengths.tolist() == lengths
 
 
-def test_from_position_ids_of_the_position_ids_of_a_layout():
-    layout = SequenceLayout.from_lengths([5, 1, 7])
-    assert SequenceLayout.from_position_ids(layout.position_ids).same_lengths(layout)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
 def test_from_position_ids_narrow_integer_dtypes_do_not_overflow(dtype):
     top = min(torch.iinfo(dtype).max, 300) + 1
@@ -136,63 +112,7 @@ def test_host_offsets_stay_on_the_host_under_a_default_device():
     assert packed.host_offsets.tolist() == [0, 2, 5]
 
 
-class TestMaxSeqlenBound:
-    def test_max_seqlen_bound_replaces_the_longest_length(self):
-        offsets = torch.tensor([0, 5, 5, 6])
-        assert SequenceLayout.from_offsets(offsets, max_seqlen=11).max_seqlen == 11
-        assert SequenceLayout.from_offsets(offsets, max_seqlen=5).max_seqlen == 5
-        assert SequenceLayout.from_offsets(offsets).max_seqlen == 5, "a bound is its layout's own, not the offsets'"
-
-    def test_max_seqlen_bound_is_the_padded_length(self):
-        layout = SequenceLayout.from_offsets(torch.tensor([0, 5, 5, 6]), max_seqlen=11)
-        values = torch.randn(6, 3)
-        assert layout.pad(values).shape == (3, 11, 3)
-        assert torch.equal(layout.pack(layout.pad(values)), values)
-
-    def test_max_seqlen_bound_too_small_raises(self):
-        with pytest.raises(ValueError, match="max_seqlen=4 is below the longest sequence of 5 tokens"):
-            SequenceLayout.from_offsets(torch.tensor([0, 5, 5, 6]), max_seqlen=4)
-
-
 def test_from_nested_of_a_strided_nested_tensor():
     parts = [torch.randn(n, 3) for n in LENGTHS]
     made = torch.nested.as_nested_tensor(parts, layout=torch.strided)
     assert SequenceLayout.from_nested(made).lengths.tolist() == LENGTHS
-
-
-def test_from_nested_with_holes():
-    values, offsets = torch.randn(13, 3), torch.tensor([0, 5, 5, 13])
-    holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=torch.tensor([4, 0, 7]))
-    assert SequenceLayout.from_nested(holes).lengths.tolist() == [4, 0, 7]
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
-def test_copy_and_pickle_of_a_used_layout(duplicate):
-    layout = SequenceLayout.from_attention_mask(torch.tensor([[0, 1, 1], [1, 0, 0]]))
-    x = torch.randn(3, 2, 5)
-    out = varlen_attention(x, x, x, layout)
-    other = duplicate(layout)
-    assert torch.equal(varlen_attention(x, x, x, other), out)
-    assert torch.equal(other.pad(x), layout.pad(x))
-
-
-def test_extended():
-    layout = SequenceLayout.from_lengths(LENGTHS)
-    assert layout.extended(2).lengths.tolist() == [7, 2, 3, 9]
-    assert layout.extended(2) is layout.extended(2)
-    assert layout.extended(1).lengths.tolist() == [6, 1, 2, 8]
-
-
-def test_same_lengths():
-    layout = SequenceLayout.from_lengths(LENGTHS)
-    assert layout.same_lengths(SequenceLayout.from_offsets(layout.cu_seqlens))
-    assert not layout.same_lengths(SequenceLayout.from_lengths([5, 1, 0, 7]))
-    assert not layout.same_lengths(SequenceLayout.from_lengths([5, 0, 1]))
-
-
-@pytest.mark.parametrize(
-    ("row", "has_holes"), [([1, 1, 0], False), ([0, 1, 1], False), ([1, 0, 1], True), ([1, 0, 0, 1], True)]
-)
-def test_holes_are_padding_between_tokens(row, has_holes):
-    mask = torch.tensor([[1] * len(row), row, [0] * len(row)])
-    assert SequenceLayout.from_attention_mask(mask).has_holes == has_holes

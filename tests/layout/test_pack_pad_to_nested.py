@@ -28,21 +28,6 @@ MASKS = {
 
 
 class TestPackAndPad:
-    @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-    @pytest.mark.parametrize("fill", [0.0, -3.5, float("-inf")])
-    def test_pack_and_pad_use_the_positions_of_the_mask(self, mask, fill):
-        layout = SequenceLayout.from_attention_mask(mask)
-        padded = padded_with(mask, fill)
-        packed = layout.pack(padded)
-        assert packed.tolist() == [[n] * 3 for n in range(1, 1 + int(mask.sum()))]
-        assert torch.equal(layout.pad(packed, fill), padded)
-
-    @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], [], [3]], ids=str)
-    def test_pad_is_right_padding_without_a_mask(self, lengths):
-        layout = SequenceLayout.from_lengths(lengths)
-        mask = right(lengths, layout.max_seqlen)
-        assert torch.equal(layout.pad(layout.pack(padded_with(mask, 9.0)), 9.0), padded_with(mask, 9.0))
-
     def test_pack_takes_more_positions_than_the_longest(self):
         packed = SequenceLayout.from_lengths(LENGTHS).pack(padded_with(MASKS["right-with-room"]))
         assert packed[:, 0].tolist() == list(range(1, 14))
@@ -61,14 +46,6 @@ class TestPackAndPad:
         layout = SequenceLayout.from_lengths(LENGTHS)
         values = torch.randn(17, 3)
         assert torch.equal(layout.pad(values), layout.pad(values[:13]))
-
-    @pytest.mark.parametrize("name", ["right", "scattered", "all-empty"])
-    def test_pack_and_pad_gradcheck(self, name):
-        layout = SequenceLayout.from_attention_mask(MASKS[name])
-        packed = torch.randn(layout.total + 2, 3, dtype=torch.float64, requires_grad=True)
-        padded = torch.randn(*MASKS[name].shape, 3, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(layout.pack, (padded,))
-        assert torch.autograd.gradcheck(layout.pad, (packed,))
 
     @pytest.mark.parametrize(
         ("shape", "shown"),
@@ -120,9 +97,3 @@ def test_to_nested_shares_the_offsets_of_the_layout():
     assert torch.equal(values.grad, torch.ones(13, 3))
     other = layout.to_nested(torch.ones(13, 3))
     assert torch.equal((made + other).values(), values + 1)
-
-
-@pytest.mark.parametrize("lengths", [[], [0, 0]], ids=["no-sequences", "all-empty"])
-def test_to_nested_of_empty_batches(lengths):
-    layout = SequenceLayout.from_lengths(lengths)
-    assert layout.to_nested(torch.zeros(0, 3)).offsets() is layout.offsets

@@ -103,11 +103,11 @@ def test_one_graph_gives_what_the_model_gives(model_type, monkeypatch):
             assert not reads  # the layout no longer exists in the backward; on a GPU, each layer would wait for it
         assert handle.calls == {None: len(batches)}
         assert counter.frame_count <= GRAPHS.get(model_type, 3)
-        before = len(reading._kept)
+        before = len(reading._entries)
         with torch.no_grad():
             for batch in 2 * batches:
                 compiled(**batch)
-        assert len(reading._kept) - before < 3  # those of earlier batches were freed
+        assert len(reading._entries) - before < 3  # those of earlier batches were freed
         assert counter.frame_count <= 2 * GRAPHS.get(model_type, 3)  # and as many without gradients
     # All models share the code of the patch, and PyTorch limits the graphs of a function.
     parts = PatchedForward, PackedCall, Packed, Unpatched

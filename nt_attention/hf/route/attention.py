@@ -30,6 +30,7 @@ from ...kernels.masks import Window, distances
 from ...layouts.known import SequenceLayout
 from ...layouts.protocol import Layout, Sharded
 from ...layouts.reading import owner_of
+from ...layouts.traced import TracedLayout
 from ...patching.forwards import is_context_parallel
 from ..transformers_private import supports_sdpa
 from . import masks, positions
@@ -214,7 +215,7 @@ def _layouts_of_patch(call: _AttentionCall, mask: Tensor | None, offsets: Tensor
     """The layouts of a row that the patch has packed: the mask has it, or else the offsets do, as in a graph."""
     is_sharded = offsets.dim() == 0  # `ShardedLayout.handle`
     if is_traced(call.query):
-        traced: Any = Sharded.in_graph(offsets) if is_sharded else SequenceLayout.in_this_graph(offsets)
+        traced: Any = Sharded.in_graph(offsets) if is_sharded else TracedLayout(offsets)
         return traced, traced
     layout: Any = None if mask is None else owner_of(mask)
     if layout is None:  # the mask was copied
@@ -394,7 +395,7 @@ def _layouts_of_offsets(
     traced: bool,
     forward_token: Tensor | None,
 ) -> Layouts:
-    """The layouts of the offsets that a caller has passed. For `forward_token`, see `reading.new_forward_token`."""
+    """The layouts of the offsets that a caller has passed. For `forward_token`, see `known.new_forward_token`."""
 
     def layout_of(offsets: Tensor) -> Layout:
         return SequenceLayout.in_graph(offsets, forward_token) if traced else SequenceLayout.from_offsets(offsets)

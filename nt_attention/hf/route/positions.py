@@ -13,9 +13,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...compiler import is_captured, is_replayed
-from ...layouts.known import SequenceLayout, layout_where
+from ...layouts.known import TOKEN_SHAPE, SequenceLayout, layout_where
 from ...layouts.protocol import Layout
-from ...layouts.reading import TOKEN_SHAPE, keep, kept
+from ...layouts.reading import cache_with, find_cached
 
 
 def may_show_sequences(position_ids: Tensor, module: nn.Module, query: Tensor, key: Tensor) -> bool:
@@ -103,11 +103,11 @@ def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: 
     entry = _find(position_ids, rows, layer, token_mask)
     if entry is not None:
         return entry.layout
-    return keep(position_ids, ("positions", rows, id(token_mask)), read, token_mask, follows=True).layout
+    return cache_with(position_ids, ("positions", rows, id(token_mask)), read, token_mask, follows=True).layout
 
 
 def _find(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> _Entry | None:
-    entry: _Entry | None = kept(position_ids, ("positions", rows, id(token_mask)), token_mask)
+    entry: _Entry | None = find_cached(position_ids, ("positions", rows, id(token_mask)), token_mask)
     # If they may change unnoticed, the first layer reads them again in each forward.
     may_change = any(x is not None and (x.is_inference() or is_replayed(x)) for x in (position_ids, token_mask))
     return None if entry is None or (may_change and layer in (None, entry.layer)) else entry
@@ -119,7 +119,7 @@ def can_read_layout(position_ids: Tensor, rows: int, layer: int | None, token_ma
 
 
 def is_forward_token(tensor: Tensor | None) -> bool:
-    """Whether `reading.new_forward_token` made this tensor."""
+    """Whether `known.new_forward_token` made this tensor."""
     return tensor is not None and tensor.dtype == torch.int8 and tensor.shape == TOKEN_SHAPE
 
 
