@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler import can_be_read, is_traced, refuse_tracers
+from ..compiler import can_be_read, is_tracing, refuse_tracers
 from ..kernels.call import MaskMod, ScoreMod
 from ..layouts.known import SequenceLayout, layout_of_padding, unwrap_each
 from ..layouts.protocol import Layout, Sharded
@@ -70,6 +70,7 @@ class Inputs(NamedTuple):
         restore: converts outputs (T, E) or (B, L, E) to the caller's form. None if no conversion is needed.
         is_batched: False for an unbatched padded query (L, E). Its weights have no batch dimension.
         is_sharded: whether the tokens are divided over ranks.
+        in_graph: whether packed inputs become a part of a graph. This is asked once in each call, in `read_inputs`.
     """
 
     query: Tensor
@@ -81,6 +82,7 @@ class Inputs(NamedTuple):
     restore: Callable[[Tensor], Any] | None = None
     is_batched: bool = True
     is_sharded: bool = False
+    in_graph: bool = False
 
     @property
     def is_self_attention(self) -> bool:
@@ -123,12 +125,12 @@ class Inputs(NamedTuple):
     def without_rows_past_end(self) -> Inputs:
         """Replace packed rows that belong to no sequence by 0. Gradients of parameters need it: 0 · NaN is NaN."""
         assert self.layouts is not None
-
-        def fill(layout: Layout, x: Tensor) -> Tensor:
-            is_full = layout.knows_lengths and not is_traced(x) and len(x) == layout.total
-            return x if is_full else layout.fill_past_end(x, 0.0)
-
-        query, key, value = self._convert(fill, *self.layouts)
+        layout, key_layout = self.layouts
+        query, key, value = self[:3]
+        are_known = type(layout) is SequenceLayout and type(key_layout) is SequenceLayout and not self.in_graph
+        if are_known and query.shape[0] == layout.total and key.shape[0] == value.shape[0] == key_layout.total:
+            return self
+        query, key, value = self._convert(lambda each, x: each.fill_past_end(x, 0.0), layout, key_layout)
         return self._replace(query=query, key=key, value=value)
 
     def _convert(
@@ -189,12 +191,14 @@ def read_inputs(
     if layout is not None and (in_lists or is_nested):
         forms = "lists of tensors" if in_lists else "NestedTensors"
         raise ValueError(f"{forms} have their own layout: leave out layout= and key_layout=.")
-    restore = None
+    restore, in_graph = None, False
     if in_lists:
         (query, key, value), layout, key_layout, restore = _pack_lists(query, key, value)
     elif layout is None:
         (query, key, value), layout, key_layout, restore = _pack_nested((query, key, value))
+        in_graph = type(layout) is not SequenceLayout
     else:
+        in_graph = is_tracing()
         key_layout = None if key_layout is layout else key_layout
         layout = SequenceLayout.require(layout, "layout")
         key_layout = layout if key_layout is None else SequenceLayout.require(key_layout, "key_layout")
@@ -206,7 +210,7 @@ def read_inputs(
             key_layout.check_keys(key, value)
     need_weights = bool(need_weights)
     masks = masks if masks.attn_mask is None else masks.without_hint(need_weights)
-    return Inputs(query, key, value, masks, need_weights, (layout, key_layout), restore)
+    return Inputs(query, key, value, masks, need_weights, (layout, key_layout), restore, in_graph=in_graph)
 
 
 def _from_sharded(
