@@ -280,6 +280,14 @@ class TestCalls:
         assert handle.graphs.calls == {SELDOM: OFTEN + 1, None: 4}
         assert handle.graphs.captured == 1
 
+    def test_captures_are_counted(self, monkeypatch):
+        monkeypatch.setattr(graph_policy, "CAPTURES", 1)
+        model, handle, other = self.make()
+        for lengths in ([300] * 4, [20] * 4):
+            for _ in range(OFTEN + 2):
+                self.check(model, other, batch_of(lengths))
+        assert handle.graphs.calls == {SELDOM: 2 * OFTEN, None: 2, TOO_MANY: 2}
+
     def test_graphs_that_gain_nothing_are_freed(self, monkeypatch):
         monkeypatch.setattr(graph_policy, "GAIN", 0.0)
         model, handle, other = self.make()
