@@ -6,8 +6,8 @@ Dimensions: S segments, T rows of the tree, B sequences, R rows of all sequences
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from .reading import Ints
 
-_T = TypeVar("_T")
 BLOCK = 128  # rows of the blocks in which kernels apply the mask of a tree: those of the tiles of FlashAttention-4
 
 
@@ -105,7 +104,7 @@ class TreeLayout(Layout):
         self._first = to_device(_first_copies(lengths, parents, before, leaves), device)
         positions = np.arange(self.total) + (before + lengths - lengths.cumsum()).repeat(lengths)
         self._positions, self._ends = to_device(positions, device), ends
-        self._cache = Cache(device)
+        self.cache = Cache(device)
 
     @classmethod
     def from_prefixes(
@@ -222,9 +221,9 @@ class TreeLayout(Layout):
                 row, key_row = last, end
             queries += [self.total - row, 0]
             keys += [0, self.total - key_row]
-            kept = np.array([queries, keys])
-            kept = kept[:, kept.any(0)]
-            of_queries, of_keys = (SequenceLayout.from_lengths(x.tolist(), device=self.device) for x in kept)
+            lengths_of_both = np.array([queries, keys])
+            lengths_of_both = lengths_of_both[:, lengths_of_both.any(0)]
+            of_queries, of_keys = (SequenceLayout.of_numbers(x, self.device) for x in lengths_of_both)
             levels.append((of_queries, of_keys))
         return levels
 
@@ -243,12 +242,6 @@ class TreeLayout(Layout):
         visible = (first <= last[:, None]) & (latest > first[:, None])
         full = (last <= first[:, None]) & (earliest > last[:, None])
         return visible & ~full, full
-
-    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
-        if is_compiling():
-            return build()
-        value: _T = self._cache.find_or_build(key, build)
-        return value
 
     @property
     def operator_offsets(self) -> Tensor:
