@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..compiler import can_be_read, is_tracing, refuse_tracers
 from ..kernels.call import MaskMod, ScoreMod
-from ..layouts.known import SequenceLayout, layout_of_padding, unwrap_each
+from ..layouts.known import SequenceLayout, Unwrapped, layout_of_padding, unwrap_each
 from ..layouts.protocol import Layout, Sharded
 from ..torch_private import without_torch_function
 
@@ -157,8 +157,8 @@ def read_inputs(
     query: Any,
     key: Any,
     value: Any,
-    layout: Layout | Any | None,
-    key_layout: Layout | Any | None,
+    layout: Any,
+    key_layout: Any,
     masks: Masks,
     need_weights: bool | None,
     embed_dims: tuple[int, int, int],
@@ -191,19 +191,21 @@ def read_inputs(
     if layout is not None and (in_lists or is_nested):
         forms = "lists of tensors" if in_lists else "NestedTensors"
         raise ValueError(f"{forms} have their own layout: leave out layout= and key_layout=.")
-    restore, in_graph = None, False
+    packed, restore, in_graph = None, None, False
     if in_lists:
-        (query, key, value), layout, key_layout, restore = _pack_lists(query, key, value)
+        packed = _pack_lists(query, key, value)
     elif layout is None:
-        (query, key, value), layout, key_layout, restore = _pack_nested((query, key, value))
-        in_graph = type(layout) is not SequenceLayout
+        packed = _unwrap(query, key, value)
+        in_graph = type(packed[0].layout) is not SequenceLayout
     else:
         in_graph = is_tracing()
         key_layout = None if key_layout is layout else key_layout
         layout = SequenceLayout.require(layout, "layout")
         key_layout = layout if key_layout is None else SequenceLayout.require(key_layout, "key_layout")
+    if packed is not None:
+        (query, layout, restore), (key, key_layout, _), (value, *_) = packed
     _check_widths((query, key, value), embed_dims, ValueError)
-    if restore is None:  # packed tensors; other forms have been checked
+    if packed is None:  # packed tensors; other forms have been checked
         _check_packed(query, key, value)
         layout.check_rows(query, "query")
         if key is not query or value is not query or key_layout is not layout:
@@ -306,10 +308,7 @@ def _check_widths(tensors: _Tensors, embed_dims: tuple[int, int, int], error: ty
             raise error(f"{_NAMES[i]} must have {width} features in its last dimension, got {tuple(shape)}.")
 
 
-_Packed = tuple[_Tensors, Layout, Layout, Callable[[Tensor], Any]]
-
-
-def _pack_nested(tensors: _Tensors) -> _Packed:
+def _unwrap(*tensors: Tensor) -> tuple[Unwrapped, ...]:
     with without_torch_function():
         are_nested = tensors[0].is_nested, tensors[1].is_nested, tensors[2].is_nested
     if not all(are_nested):
@@ -326,10 +325,10 @@ def _pack_nested(tensors: _Tensors) -> _Packed:
             )
     if k.layout is not v.layout:
         _check_values(k.layout, v.layout)
-    return (q.values, k.values, v.values), q.layout, k.layout, q.rewrap
+    return q, k, v
 
 
-def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[Tensor]) -> _Packed:
+def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Unwrapped, ...]:
     packed: dict[int, tuple[Tensor, Layout]] = {}
     for name, xs in zip(_NAMES, (query, key, value), strict=True):
         fits = isinstance(xs, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 2 for x in xs)
@@ -351,7 +350,8 @@ def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
     key_layout = layout if layout.same_lengths(key_layout) else key_layout
     bounds = layout.host.tolist()
     # Not split(), because its outputs can't be changed in place.
-    return (q, k, v), layout, key_layout, lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]
+    split: Any = lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]  # noqa: E731
+    return Unwrapped(q, layout, split), Unwrapped(k, key_layout, split), Unwrapped(v, key_layout, split)
 
 
 def _check_values(key_layout: Layout, value_layout: Layout) -> None:
