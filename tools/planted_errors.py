@@ -397,7 +397,7 @@ ERRORS = [
         "kernels/token_tiled/bounded_plan.py",
         "number = most // rows + self.batch_size",
         "number = most // rows",
-        "token_tiled/test_token_tiled_bounds.py",
+        "token_tiled/test_token_tiled_bounds.py -k TestPlans",
     ),
     Error(
         "parts of a row have equal weights",
