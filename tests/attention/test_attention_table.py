@@ -195,8 +195,9 @@ def test_dispatch_modes(column, row):
 @every_mode
 def test_one_graph(column, row, fresh_compiler):
     case = column.problem(row)
-    has_mods = bool(case.options.get("score_mod"))
-    function = torch.compile(column.call(case), backend="aot_eager", fullgraph=not has_mods)
+    if case.options.get("score_mod"):  # see tests/backends/test_cpu_backend.py
+        pytest.skip("score_mod breaks the graph")
+    function = torch.compile(column.call(case), backend="aot_eager", fullgraph=True)
     for _ in range(2):
         column.check(row, case.solve(function))
 
@@ -325,7 +326,7 @@ def test_expanded_tensors(column):
         return function(**arguments, key=key.expand(-1, case.heads, -1), value=value.expand(-1, case.heads, -1))
 
     assert_same(case.solve(expanded), want, column.tolerance)
-    case = column.problem("many short sequences" if column.small else "self own-position-only plain")
+    case = column.problem("many short sequences" if column.small else "self left-open alibi")
     case = dataclasses.replace(case, kv_heads=case.heads)
     case = placed(case) if column.device == DEVICE else case
     qkv = torch.stack([case.inputs[name] for name in ("query", "key", "value")], 1).requires_grad_()
