@@ -312,7 +312,7 @@ ERRORS = [
         "kernels/backends/reference.py",
         "(1 - (capped / spec.softcap).square())",
         "(1 - (capped / spec.softcap).abs())",
-        "attention/test_attention_table.py -k 'results and reference'",
+        "attention/test_attention_table.py -k 'one_graph and reference and softcap'",
     ),
     Error(
         "dropout keeps its weights small",
@@ -404,7 +404,7 @@ ERRORS = [
         "kernels/token_tiled/bounded_plan.py",
         "number = most // rows + self.batch_size",
         "number = most // rows",
-        "token_tiled/test_token_tiled_bounds.py",
+        "token_tiled/test_token_tiled_bounds.py -k TestPlans",
     ),
     Error(
         "parts of a row have equal weights",
