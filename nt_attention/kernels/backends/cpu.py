@@ -95,11 +95,6 @@ def _bucket(relative: RelativeBias, tiles: TileGroup) -> Tensor:
     return relative.bucket_of(distances(rows, keys, diagonal, relative.buckets.device))
 
 
-def _gathered(rows: Tensor, *packed: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Packed tensors (T, H, …), each with its rows (P, H, …) that are gathered, for `Rows.of`."""
-    return [(x, x.index_select(0, rows)) for x in packed]
-
-
 def _with_spare_row(like: Tensor, *, zeros: bool = False) -> Tensor:
     """(T + 1, H, …) for `Rows.write`."""
     return (like.new_zeros if zeros else like.new_empty)((len(like) + 1, *like.shape[1:]))
@@ -137,13 +132,11 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
     lse = out.new_empty(out.shape[:2], dtype=torch.promote_types(spec.dtype, torch.float32))
     for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
-    queries, keys, values = *_gathered(plan.query_rows, query), *_gathered(plan.key_rows, key, value)
     hides_keys = call.relative is not None and _hides_keys(call.relative, spec)
     seed = torch.randint(2**62, (2,), device="cpu") if spec.dropout_p else None
     dropout, mods, by_scores = Dropout.of(spec, seed), SavedMods(spec), changes_scores(spec)
-    for tiles in plan.calls:
+    for tiles, (q, k, v) in plan.tiles([query], [key, value]):
         rules = _rules(tiles, call, mods)
-        q, k, v = tiles.queries.of(*queries), tiles.keys.of(*keys), tiles.keys.of(*values)
         if by_scores:
             with torch.autocast("cpu", enabled=False):
                 tiles_out, tiles_lse = cpu_scores.forward(q, k, v, spec, rules, dropout)
@@ -214,17 +207,14 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         grad_query[rows] = 0
     # weights exp(score − inf) are 0, in fully masked rows and in padding
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    grads, queries, outs, lses = _gathered(plan.query_rows, grad, query, out, lse)
-    lses[1].masked_fill_(plan.padded_queries[:, None], torch.inf)
-    keys, values = _gathered(plan.key_rows, key, value)
     hides_keys = relative is not None and _hides_keys(relative, spec)
     by_scores = changes_scores(spec) or of_biases is not None
     seed, mods = (state, SavedMods(spec)) if not spec.has_mods or state is None else SavedMods.of_state(spec, state)
     dropout = Dropout.of(spec, seed)
-    for tiles in plan.calls:
+    for tiles, (tiles_grad, q, tiles_out, tiles_lse, k, v) in plan.tiles([grad, query, out, lse], [key, value]):
         rules = _rules(tiles, call, mods)
-        q, k, v = tiles.queries.of(*queries), tiles.keys.of(*keys), tiles.keys.of(*values)
-        tiles_grad, tiles_out, tiles_lse = (tiles.queries.of(*x) for x in (grads, outs, lses))
+        if tiles.padded_queries is not None:
+            tiles_lse = tiles_lse.masked_fill(tiles.padded_queries, torch.inf)
         if by_scores:
             with torch.autocast("cpu", enabled=False):
                 dq, dk, dv, grad_scores = cpu_scores.backward(

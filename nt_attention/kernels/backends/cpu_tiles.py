@@ -4,13 +4,13 @@
 - With any other mask, or with ALiBi or a relative bias, a tile has at most `MASKED_ROWS` queries. So the cost of a
   window is tokens × window.
 - Tiles of like shapes run in one call of the kernel, as each call starts threads, and these may have to wait for a CPU
-  that other processes use. Their rows are gathered, once for all calls. Shorter tiles are padded at their end with
-  copies of their last row. So no row of another sequence is read, and mods get valid positions. Padded keys are hidden,
-  and results of padded queries are written to a spare row.
+  that other processes use. Their rows are gathered, for several calls at once. Shorter tiles are padded at their end
+  with copies of their last row. So no row of another sequence is read, and mods get valid positions. Padded keys are
+  hidden, and results of padded queries are written to a spare row.
 - Equal tiles that follow each other, or a long tile, are a view of the packed rows.
 - If scores or masks are in memory, tiles have few scores, and so has each call of several tiles.
 
-Dimensions: T query tokens, S key tokens, H heads, n tiles of a call, P gathered rows of all calls.
+Dimensions: T query tokens, S key tokens, H heads, n tiles of a call, P gathered rows of some calls.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ PAIRS_OF_ROW = 64  # a query or a key of the kernel
 PAIRS_OF_COPY = 64  # the same for each row that is gathered
 PAIRS_OF_CALL = 2**20  # a call of the kernel; less on an idle CPU, more on one that other processes use
 MOST_STARTS = 256  # shapes of which a group may begin with; limits the time that a plan takes
+MOST_GATHERED = 3 * 2**22  # bytes of a tensor, unless one tile has more; fresh memory for more is slow
 MASKED_ROWS = 128  # queries in a masked tile; limits the size of masks and the computed pairs outside of windows
 MOST_SCORES = 2**20  # of all heads in a call whose scores or masks are in memory, unless `FEW_ROWS` queries have more
 FEW_ROWS = 16
@@ -66,20 +67,22 @@ class Tile(NamedTuple):
 class Rows:
     """The packed rows of the n tiles of a call."""
 
-    begin: int  # the first row, of the packed rows if there is a step, or of the gathered ones
     tiles: int
     length: int
-    step: int | None  # from one tile to the next in the packed rows; None if they are gathered
+    step: int | None  # from one tile to the next, if the tiles are a view; None if they are gathered
     index: Tensor  # (n·length,) the packed rows
     targets: Tensor | None  # (n·length,) the same, but the spare row for padding; None if no rows are padding or shared
 
+    @property
+    def gathered(self) -> Tensor:
+        """The packed rows that are not a view."""
+        return self.index if self.step is None else self.index[:0]
+
     def of(self, packed: Tensor, gathered: Tensor | None = None) -> Tensor:
-        """The tiles (n, H, length, …) of packed rows (T, H, …), with the rows (P, H, …) gathered from them."""
+        """The tiles (n, H, length, …) of packed rows (T, H, …). `gathered`: the rows of them, if these are at hand."""
         if self.step is not None:
             return self._view(packed).transpose(1, 2)
-        rows = (
-            packed.index_select(0, self.index) if gathered is None else gathered.narrow(0, self.begin, len(self.index))
-        )
+        rows = packed.index_select(0, self.index) if gathered is None else gathered
         return rows.unflatten(0, (self.tiles, self.length)).transpose(1, 2)
 
     def write(self, packed: Tensor, tiles: Tensor, *, add: bool = False) -> None:
@@ -95,7 +98,7 @@ class Rows:
         assert self.step is not None
         stride, *others = packed.stride()
         size, strides = (self.tiles, self.length, *packed.shape[1:]), (self.step * stride, stride, *others)
-        return packed.as_strided(size, strides, packed.storage_offset() + self.begin * stride)
+        return packed.as_strided(size, strides, packed.storage_offset() + int(self.index[0]) * stride)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class TileGroup:
     tiles: Tensor  # (n, 7) int64, the table of each `Tile`
     queries: Rows
     keys: Rows
+    padded_queries: Tensor | None  # (n, 1, rows) bool; None if there are none
     is_key: Tensor | None  # (n, 1, 1, keys) whether a key is no padding; None if padding is hidden anyhow
 
     @property
@@ -120,16 +124,44 @@ class TileGroup:
         return Positions(self.sequences, queries, key + torch.arange(self.shape.keys, device="cpu").minimum(keys - 1))
 
 
+class Side(NamedTuple):
+    """The queries or the keys of some calls."""
+
+    rows: list[Rows]
+    gathered: Tensor  # (P,) the packed rows of those that are not views
+
+    def tiles(self, packed: Tensor) -> list[Tensor]:
+        """The tiles (n, H, length, …) of each call, from packed rows (T, H, …)."""
+        pieces = packed.index_select(0, self.gathered).split([len(x.gathered) for x in self.rows])
+        return [rows.of(packed, piece) for rows, piece in zip(self.rows, pieces, strict=True)]
+
+
+class Part(NamedTuple):
+    """Some calls, for which rows are gathered at once."""
+
+    calls: list[TileGroup]
+    queries: Side
+    keys: Side
+
+    @classmethod
+    def of(cls, calls: list[TileGroup]) -> Part:
+        sides = [x.queries for x in calls], [x.keys for x in calls]
+        return cls(calls, *(Side(rows, torch.cat([x.gathered for x in rows])) for rows in sides))
+
+
 @dataclass(frozen=True)
 class TilePlan:
     """The calls of the kernel for one batch and mask."""
 
-    calls: list[TileGroup]
-    query_rows: Tensor  # (P,) the packed rows that are gathered
-    key_rows: Tensor
-    padded_queries: Tensor  # (P,) bool
+    parts: list[Part]
     fully_masked: list[slice]  # rows that see no key
     all_keys_once: bool  # whether every key is in exactly one tile, so that gradients are written, not added
+
+    def tiles(self, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[TileGroup, tuple[Tensor, ...]]]:
+        """Each call with its tiles (n, H, length, …) of packed tensors (T, H, …) of queries and of keys."""
+        for part in self.parts:
+            tensors = [part.queries.tiles(x) for x in queries] + [part.keys.tiles(x) for x in keys]
+            yield from zip(part.calls, zip(*tensors, strict=True), strict=True)
 
 
 @dataclass(frozen=True)
@@ -145,6 +177,11 @@ class Tiling:
         few_scores = changes_scores(spec) or spec.mask_mod is not None
         without_mods = replace(spec, score_mod=None, mask_mod=None) if spec.has_mods else spec
         return cls(without_mods, few_scores, not (few_scores or spec.has_bias))
+
+    @property
+    def most_gathered(self) -> int:
+        """How many rows `MOST_GATHERED` bytes are."""
+        return MOST_GATHERED // (self.spec.num_heads * self.spec.head_dim * self.spec.dtype.itemsize)
 
     def rows(self, keys: int) -> int:
         """The queries of a tile with this many keys."""
@@ -228,58 +265,49 @@ def uncached_plan(layout: Layout, key_layout: Layout, tiling: Tiling, pool_rows:
                 keys_used += keys
             else:
                 fully_masked.append(slice(begin + query, begin + query + rows))
-    of_queries, of_keys = _Gathering(starts[-1]), _Gathering(key_starts[-1], pool_rows)
+    pool = None if pool_rows is None else pool_rows.numpy()
     calls = []
     for (diagonal, causal), members in classes.items():
         table = np.array(members, np.int64)
-        for group in tiling.groups(table, of_keys.rows(table[:, 4])):
+        for group in tiling.groups(table, table[:, 4] if pool is None else pool[table[:, 4]]):
             rows, keys = table[group, 5], table[group, 6]
             shape = Shape(int(rows.max()), int(keys.max()), diagonal, causal)
             hidden = diagonal is not None and (rows + diagonal + tiling.spec.window.right <= keys).all()
-            is_key = None
-            if not hidden and (keys < shape.keys).any():
-                is_key = torch.from_numpy(np.arange(shape.keys) < keys[:, None])[:, None, None]
-            queries = of_queries.add(table[group, 3], rows)
-            calls.append(
-                TileGroup(shape, torch.from_numpy(table[group]), queries, of_keys.add(table[group, 4], keys), is_key)
-            )
-    (query_rows, padded), (key_rows, _) = of_queries.finish(), of_keys.finish()
-    return TilePlan(
-        calls, query_rows, key_rows, padded, fully_masked, most_tiles <= 1 and keys_used == key_layout.total
-    )
+            of_queries, is_query = _rows(table[group, 3], rows, starts[-1])
+            of_keys, is_key = _rows(table[group, 4], keys, key_starts[-1], pool)
+            padded = None if is_query.all() else torch.from_numpy(~is_query)[:, None]
+            shown = None if hidden or is_key.all() else torch.from_numpy(is_key)[:, None, None]
+            calls.append(TileGroup(shape, torch.from_numpy(table[group]), of_queries, of_keys, padded, shown))
+    parts = [Part.of(part) for part in _parts(calls, tiling.most_gathered)]
+    return TilePlan(parts, fully_masked, most_tiles <= 1 and keys_used == key_layout.total)
 
 
-class _Gathering:
-    """Collects the rows of the calls, of which there are `total` packed ones."""
+def _parts(calls: list[TileGroup], most: int) -> Iterator[list[TileGroup]]:
+    """Calls in a row that gather at most so many rows, or one that gathers more."""
+    part: list[TileGroup] = []
+    count = 0
+    for call in calls:
+        size = max(len(call.queries.gathered), len(call.keys.gathered))
+        if part and count + size > most:
+            yield part
+            part, count = [], 0
+        part.append(call)
+        count += size
+    if part:
+        yield part
 
-    def __init__(self, total: int, pool_rows: Tensor | None = None) -> None:
-        self._spare, self._pool_rows = total, None if pool_rows is None else pool_rows.numpy()
-        self._parts = [(np.empty(0, np.int64), np.empty(0, np.bool_))]
-        self._count = 0
 
-    def rows(self, packed: Ints) -> Ints:
-        """The rows in memory of packed rows."""
-        return packed if self._pool_rows is None else self._pool_rows[packed]
-
-    def add(self, begins: Ints, lengths: Ints) -> Rows:
-        """The rows of tiles that begin at these packed rows."""
-        length = int(lengths.max())
-        is_row = np.arange(length) < lengths[:, None]
-        rows = self.rows(begins[:, None] + np.minimum(np.arange(length), lengths[:, None] - 1))
-        step = _step(rows) if is_row.all() else None
-        targets = None
-        if step is None or step < length:
-            targets = torch.from_numpy(np.where(is_row, rows, self._spare).ravel())
-        begin = int(rows[0, 0]) if step is not None else self._count
-        if step is None:
-            self._parts.append((rows.ravel(), ~is_row.ravel()))
-            self._count += rows.size
-        return Rows(begin, len(begins), length, step, torch.from_numpy(rows.ravel()), targets)
-
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """(P,) the gathered rows in memory, and whether they are padding."""
-        rows, padded = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*self._parts, strict=True))
-        return rows, padded
+def _rows(begins: Ints, lengths: Ints, spare: int, pool: Ints | None = None) -> tuple[Rows, np.ndarray[Any, Any]]:
+    """The rows of tiles that begin at these packed rows, and (n, length) bool, which of them are no padding."""
+    length = int(lengths.max())
+    is_row = np.arange(length) < lengths[:, None]
+    rows = begins[:, None] + np.minimum(np.arange(length), lengths[:, None] - 1)
+    rows = rows if pool is None else pool[rows]
+    step = _step(rows) if is_row.all() else None
+    targets = None
+    if step is None or step < length:
+        targets = torch.from_numpy(np.where(is_row, rows, spare).ravel())
+    return Rows(len(begins), length, step, torch.from_numpy(rows.ravel()), targets), is_row
 
 
 def _step(rows: Ints) -> int | None:
