@@ -345,7 +345,7 @@ ERRORS = [
     Error(
         "each length has a call of its own",
         "kernels/backends/cpu_tiles.py",
-        "total = least[i] + PAIRS_OF_CALL +",
+        "total = least[i] + self.price +",
         "total = least[i] +",
         "backends/test_cpu_backend.py -k start_threads",
     ),

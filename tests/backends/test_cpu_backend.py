@@ -82,7 +82,7 @@ def test_long_window_spans_several_tiles():
 @pytest.mark.parametrize("extra", ["plain", "alibi-each-gqa", "all"])
 @pytest.mark.parametrize("geometry", ["full", "causal", "both-sides"])
 def test_sequences_of_like_lengths_run_in_one_kernel_call(monkeypatch, geometry, extra):
-    monkeypatch.setattr(cpu_tiles, "PAIRS_OF_CALL", 100_000)
+    monkeypatch.setattr(cpu_tiles, "PAIRS_OF_CALL", 50_000)
     case = problem("self", geometry, extra, lengths=[0, 17, 7, 16, 6] * 7 + [17, 16] * 6, key_lengths=None)
     calls = []
     monkeypatch.setattr(cpu, "_run", lambda *args, run=cpu._run, **kw: calls.append(args[0].shape) or run(*args, **kw))

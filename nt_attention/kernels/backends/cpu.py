@@ -148,6 +148,7 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
                 tiles_lse = tiles_lse.masked_fill(masked, -torch.inf)
         tiles.queries.write(out, tiles_out)
         tiles.queries.write(lse, tiles_lse)
+        del q, k, v  # the next tiles are gathered into the same memory
     out, lse = _without_spare_row(out), _without_spare_row(lse).T.contiguous().T
     if not by_scores:
         _propagate_nan(out, lse, query)
@@ -231,6 +232,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         tiles.queries.write(grad_query, dq)
         tiles.keys.write(grad_key, dk, add=add)
         tiles.keys.write(grad_value, dv, add=add)
+        del tiles_grad, q, tiles_out, tiles_lse, k, v  # the next tiles are gathered into the same memory
     gradients = [_without_spare_row(x) for x in (grad_query, grad_key, grad_value)]
     return (*gradients, *(of_biases.sums if of_biases else ()))
 

@@ -148,6 +148,11 @@ class Part(NamedTuple):
         sides = [x.queries for x in calls], [x.keys for x in calls]
         return cls(calls, *(Side(rows, torch.cat([x.gathered for x in rows])) for rows in sides))
 
+    def tiles(self, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[TileGroup, tuple[Tensor, ...]]]:
+        """See `TilePlan.tiles`."""
+        tensors = [self.queries.tiles(x) for x in queries] + [self.keys.tiles(x) for x in keys]
+        return zip(self.calls, zip(*tensors, strict=True), strict=True)
+
 
 @dataclass(frozen=True)
 class TilePlan:
@@ -160,8 +165,7 @@ class TilePlan:
     def tiles(self, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[TileGroup, tuple[Tensor, ...]]]:
         """Each call with its tiles (n, H, length, …) of packed tensors (T, H, …) of queries and of keys."""
         for part in self.parts:
-            tensors = [part.queries.tiles(x) for x in queries] + [part.keys.tiles(x) for x in keys]
-            yield from zip(part.calls, zip(*tensors, strict=True), strict=True)
+            yield from part.tiles(queries, keys)
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,11 @@ class Tiling:
             return MASKED_ROWS
         return max(FEW_ROWS, min(MASKED_ROWS, MOST_SCORES // max(1, keys * self.spec.num_heads)))
 
+    @property
+    def price(self) -> int:
+        """A call in pairs. That of the backward starts threads several times, and both have the same plan."""
+        return PAIRS_OF_CALL * (2 if self.spec.needs_grad else 1)
+
     def groups(self, tiles: Ints, key_rows: Ints) -> Iterator[Ints]:
         """The indices of the tiles (n, 7) of each call. `key_rows`: (n,) the row of the first key in memory."""
         rows, keys, heads = tiles[:, 5], tiles[:, 6], self.spec.num_heads
@@ -199,7 +208,7 @@ class Tiling:
         loose = []
         for run in np.split(np.arange(len(tiles)), np.flatnonzero(~follows) + 1):
             copied = heads * PAIRS_OF_COPY * int((rows + keys)[run].sum())
-            if copied >= PAIRS_OF_CALL:
+            if copied >= self.price:
                 yield from self._few(run, int(rows[run[0]]), int(keys[run[0]]))
             else:
                 loose.append(run)
@@ -228,7 +237,7 @@ class Tiling:
             most_rows, most_keys = np.maximum.accumulate(rows[begin:])[ends[i:] - begin - 1], keys[ends[i:] - 1]
             pairs = most_rows * most_keys * np.where(masks_bias & (most_keys > keys[begin]), 2, 1)
             tile = pairs + (PAIRS_OF_ROW + PAIRS_OF_COPY) * (most_rows + most_keys)
-            total = least[i] + PAIRS_OF_CALL + (ends[i:] - begin) * self.spec.num_heads * tile
+            total = least[i] + self.price + (ends[i:] - begin) * self.spec.num_heads * tile
             better = total < least[i + 1 :]
             least[i + 1 :][better], first[i + 1 :][better] = total[better], i
         at = len(begins)
