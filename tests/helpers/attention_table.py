@@ -264,7 +264,7 @@ def fields_of_fake(changes: Mapping[str, Any], calls: list[tuple[str, int]] | No
 
 MODS = frozenset({"score_mod", "mask_mod"})
 WITHOUT_WINDOW = {"traits": {"no_fully_masked_rows"}, "features": cpu.BACKEND.features - {"window"} - MODS}
-SMALL_TILES = {"MASKED_ROWS": 7, "FEW_ROWS": 2, "MOST_SCORES": 300, "MAX_GATHERED_WITH_RULES": 20}
+SMALL_TILES = {"MASKED_ROWS": 7, "FEW_ROWS": 2, "MOST_SCORES": 300, "PAIRS_OF_CALL": 9000}
 NEW_FAKE = functools.partial(Column, "fake", small=True)
 NO_SECOND_CALL = ("softcap", "score_mod", "mods", "value", "wide", "head", "bias", "relative", "scale of 0", "all")
 ON_TILES = functools.partial(Column, "token_tiled", dtype=torch.float32, tolerance=4e-5, small=True, lacks=MODS)
@@ -290,6 +290,8 @@ COLUMNS = {
     "cpu in float32": Column("cpu", torch.float32, 5e-5, rows=tuple(ROWS)[:23]),
     "cpu in bfloat16": Column("cpu", torch.bfloat16, 4e-2, rows=FEW_ROWS),
     "reference in float16": Column("reference", torch.float16, 4e-3, rows=FEW_ROWS),
+    "cpu in a call for each shape": Column("cpu", tiles={"PAIRS_OF_CALL": 0}, rows=tuple(ROWS)[::2]),
+    "cpu in a call for all": Column("cpu", tiles={"PAIRS_OF_CALL": 10**9}, rows=tuple(ROWS)[1::2]),
     "cpu in small tiles": Column("cpu", tiles=SMALL_TILES, rows=(*tuple(ROWS)[15:], *LONG)),
     # the gradient of lse is a column more of the head dims, or a second call where they are full
     "fake without gradients of lse": NEW_FAKE(changes={"head_dims": HeadDims(80, equal=True)}),
