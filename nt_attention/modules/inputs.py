@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..compiler import can_be_read, is_traced, refuse_tracers
 from ..kernels.call import MaskMod, ScoreMod
-from ..layouts.known import SequenceLayout, layout_of_padding, unwrap_each
 from ..layouts.protocol import Layout, Sharded
+from ..layouts.sequence import SequenceLayout, layout_of_padding, unwrap_each
 from ..torch_private import without_torch_function
 
 _NAMES = ("query", "key", "value")

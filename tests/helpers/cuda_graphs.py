@@ -21,7 +21,7 @@ from nt_attention.graphs import cache as graph_cache
 from nt_attention.graphs import capture as graph_capture
 from nt_attention.graphs import device as graph_device
 from nt_attention.kernels import adapters, select
-from nt_attention.layouts import reading
+from nt_attention.layouts import cache
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -188,8 +188,8 @@ def cuda_graphs(monkeypatch):
     if GPU:
         yield
         return
-    no_modes = reading.no_modes  # tensors that are cached in a capture are computed in each replay
-    monkeypatch.setattr(reading, "no_modes", lambda: nullcontext() if _recorders else no_modes())
+    no_modes = cache.no_modes  # tensors that are cached in a capture are computed in each replay
+    monkeypatch.setattr(cache, "no_modes", lambda: nullcontext() if _recorders else no_modes())
     monkeypatch.setattr(graph_cache, "Slot", FakeSlot)
     for module in (graph_cache, graph_capture):
         monkeypatch.setattr(module, "supports", lambda tensor: True)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
+from ...layouts.cache import to_device
 from ...layouts.protocol import Layout
-from ...layouts.reading import to_device
 from .. import device
 from ..launch import Launch, launch
 
