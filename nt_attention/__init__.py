@@ -11,9 +11,9 @@ from .kernels.backend import Backend, HeadDims
 from .kernels.registry import BackendHandle, register_backend
 from .kernels.relative import RelativeBias
 from .kernels.select import Explanation, SlowBackendWarning, available_backends, use_backend
-from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
 from .layouts.protocol import Sharded as _Sharded
+from .layouts.sequence import SequenceLayout
 from .layouts.tree import TreeLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary

@@ -30,9 +30,9 @@ from .kernels.call import (
 )
 from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Choice, Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
-from .layouts.known import SequenceLayout, unwrap_each
 from .layouts.paged import PagedLayout
 from .layouts.protocol import Layout, Sharded
+from .layouts.sequence import SequenceLayout, unwrap_each
 from .layouts.tree import TreeLayout
 from .torch_private import forward_ad_level, graph_break, is_any_autocast_enabled, without_torch_function
 

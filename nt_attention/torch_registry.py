@@ -27,9 +27,9 @@ from .kernels.adapters import Tensors
 from .kernels.backend import Backend, BackwardInputs
 from .kernels.backends.flash import heads_first, tokens_first
 from .kernels.paged import forward as forward_in_pool
-from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
 from .layouts.protocol import Layout
+from .layouts.sequence import SequenceLayout
 from .torch_private import FLASH_OPERATORS, schema_of
 
 NAME = "nt_attention"

@@ -99,16 +99,16 @@ def backends_that_ran(registered_variant):
 @pytest.fixture
 def like_a_gpu(monkeypatch):
     """The state of a tensor is its version, not its content, as on a GPU. Returns the tensors that are read."""
-    from nt_attention.layouts import reading
+    from nt_attention.layouts import cache
 
-    reads, read = [], reading._read
+    reads, read = [], cache._read
 
     def counting(offsets):
         reads.append(offsets)
         return read(offsets)
 
-    monkeypatch.setattr(reading, "state_of", lambda x: None if x.is_inference() else (x._version, x.data_ptr()))
-    monkeypatch.setattr(reading, "_read", counting)
+    monkeypatch.setattr(cache, "state_of", lambda x: None if x.is_inference() else (x._version, x.data_ptr()))
+    monkeypatch.setattr(cache, "_read", counting)
     return reads
 
 

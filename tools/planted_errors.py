@@ -52,21 +52,21 @@ ERRORS = [
     # layouts
     Error(
         "index of tokens in a padded batch",
-        "layouts/known.py",
+        "layouts/sequence.py",
         "return ids * length + positions",
         "return ids * max(1, length - 1) + positions",
         "layout/test_pack_pad_to_nested.py",
     ),
     Error(
         "positions that jump ahead begin no sequence",
-        "layouts/reading.py",
+        "layouts/cache.py",
         "begins[:, 1:] = rows.diff(dim=1) != 1",
         "begins[:, 1:] = rows.diff(dim=1) <= 0",
         "layout/test_layout_constructors.py",
     ),
     Error(
         "one hole is no hole",
-        "layouts/known.py",
+        "layouts/sequence.py",
         "(index[last] - index[first] > last - first)",
         "(index[last] - index[first] > last - first + 1)",
         "layout/test_layout_laws.py",
@@ -80,7 +80,7 @@ ERRORS = [
     ),
     Error(
         "a bound below the longest sequence is accepted",
-        "layouts/known.py",
+        "layouts/sequence.py",
         "max_seqlen < self._longest",
         "max_seqlen < self.min_seqlen",
         "layout/test_layout_laws.py",

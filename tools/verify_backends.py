@@ -41,8 +41,8 @@ from nt_attention.kernels.call import FEATURES, AttentionSpec
 from nt_attention.kernels.measurements import versions
 from nt_attention.kernels.relative import RelativeBias
 from nt_attention.layouts.bounded import BoundedLayout
-from nt_attention.layouts.known import SequenceLayout
 from nt_attention.layouts.paged import PagedLayout
+from nt_attention.layouts.sequence import SequenceLayout
 
 Results = dict[str, dict[str, dict[str, dict[str, str]]]]  # as in ``VerifiedSupport.results``
 RESULTS = {"both": "right", "forward": "right without gradients", "no": "not right"}

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..functional import explain, varlen_attention
 from ..kernels.masks import Window, distances
-from ..layouts.known import SequenceLayout
+from ..layouts.sequence import SequenceLayout
 
 CAUSAL = {"is_causal": True}
 DISTRIBUTIONS = ("lognormal", "uniform", "equal")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..compiler import is_captured, is_traced
-from ..layouts.known import SequenceLayout
 from ..layouts.protocol import Layout
+from ..layouts.sequence import SequenceLayout
 
 # Layouts that were used while a CUDA graph was captured. They are kept, because replays of the graph read them.
 _captured: set[Layout] = set()

@@ -20,8 +20,8 @@ from ..compiler import is_traced, outside_of_graphs
 from ..functional import autocast
 from ..kernels.autograd import with_sinks
 from ..kernels.call import OPTIONS, SCHEMA, all_options, check_options, from_schema, values_in_schema
+from ..layouts.cache import owner_of, tensor_of
 from ..layouts.protocol import Sharded
-from ..layouts.reading import owner_of, tensor_of
 from ..operators import LIBRARY, define
 from ..torch_private import recording_in_operators
 from .attention import prepare, sharded_attention

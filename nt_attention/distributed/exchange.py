@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layouts.known import SequenceLayout
+from ..layouts.sequence import SequenceLayout
 from .exchange_plan import Part, Schedule, Tables
 from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
 from .mods import has_mods, with_indices_of_batch

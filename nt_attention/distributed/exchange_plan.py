@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.known import SequenceLayout
-from ..layouts.reading import to_device
+from ..layouts.cache import to_device
+from ..layouts.sequence import SequenceLayout
 from .planner import Mask, Piece, needed_keys
 from .rows import RowTable
 from .sharded_layout import ShardedLayout, concatenate

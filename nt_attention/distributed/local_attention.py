@@ -19,7 +19,7 @@ from ..kernels.adapters import Tensors, differentiable_forward
 from ..kernels.backend import Backend, BackwardInputs
 from ..kernels.call import Call
 from ..kernels.select import selection_key, warn_if_slow
-from ..layouts.known import SequenceLayout
+from ..layouts.sequence import SequenceLayout
 from ..torch_private import version_of
 
 

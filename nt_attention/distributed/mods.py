@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.reading import to_device
+from ..layouts.cache import to_device
 
 
 def has_mods(options: dict[str, Any]) -> bool:

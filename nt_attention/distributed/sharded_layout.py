@@ -21,9 +21,9 @@ from ..compiler import outside_of_graphs
 from ..functional import format_lengths
 from ..kernels.call import OPTIONS
 from ..layouts import nested
-from ..layouts.known import SequenceLayout, unwrap_each
+from ..layouts.cache import copy_of, creating_cached_tensors, tensor_of, to_device
 from ..layouts.protocol import Layout, Sharded
-from ..layouts.reading import copy_of, creating_cached_tensors, tensor_of, to_device
+from ..layouts.sequence import SequenceLayout, unwrap_each
 from ..torch_private import ragged_dim_of
 from .dtensor import check_in_backward
 from .local_attention import accumulation_dtype

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import is_compiling
-from ..layouts.reading import creating_cached_tensors
+from ..layouts.cache import creating_cached_tensors
 from ..torch_private import count_dispatch_modes
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ..compiler import is_traced
 from ..layouts.bounded import BoundedLayout
-from ..layouts.known import SequenceLayout
+from ..layouts.cache import owner_of, tensor_of
 from ..layouts.paged import PagedLayout
 from ..layouts.protocol import Layout
-from ..layouts.reading import owner_of, tensor_of
+from ..layouts.sequence import SequenceLayout
 from ..operators import LIBRARY, define
 from . import adapters, paged, registry
 from .adapters import Tensors

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layouts.known import SequenceLayout
 from ..layouts.protocol import Layout
+from ..layouts.sequence import SequenceLayout
 from .backend import Backend
 from .call import AttentionSpec, Call
 

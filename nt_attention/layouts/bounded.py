@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..compiler import CapturedGraph, captured_graph, is_replayed, refuse_tracers
 from ..torch_private import version_of
+from .cache import INT32_MAX, Cache, cache_with, check_offsets, creating_cached_tensors, find_cached, plain
 from .protocol import Layout
 from .protocol import LengthsUnknownError as LengthsUnknownError
-from .reading import INT32_MAX, Cache, cache_with, check_offsets, creating_cached_tensors, find_cached, plain
 
 _T = TypeVar("_T")
 _ALIAS = "layout with this alias"

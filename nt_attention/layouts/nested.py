@@ -29,8 +29,8 @@ from ..torch_private import (
     share_version_counter,
     without_torch_function,
 )
+from .cache import cache_with, creating_cached_tensors, to_device
 from .protocol import Layout
-from .reading import cache_with, creating_cached_tensors, to_device
 
 
 class Unwrapped(NamedTuple):

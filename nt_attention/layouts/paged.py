@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import can_be_read
-from .known import SequenceLayout
+from .sequence import SequenceLayout
 
 _INDICES = (torch.int32, torch.int64)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import is_compiling
-from .reading import Cache, copy_of
+from .cache import Cache, copy_of
 from .rows import fill_rows_from
 
 _T = TypeVar("_T")

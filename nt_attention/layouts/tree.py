@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ..compiler import check_readable, is_compiling
 from ..torch_private import forward_ad_level, is_legacy_mapped, is_transformed
-from .known import SequenceLayout
+from .cache import Cache, copy_of, creating_cached_tensors, on_host, to_device
 from .protocol import Layout
-from .reading import Cache, copy_of, creating_cached_tensors, on_host, to_device
+from .sequence import SequenceLayout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .reading import Ints
+    from .cache import Ints
 
 BLOCK = 128  # rows of the blocks in which kernels apply the mask of a tree: those of the tiles of FlashAttention-4
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..compiler import can_be_read, is_tracing, refuse_tracers
 from ..kernels.call import MaskMod, ScoreMod
-from ..layouts.known import SequenceLayout, Unwrapped, layout_of_padding, unwrap_each
+from ..layouts.nested import Unwrapped
 from ..layouts.protocol import Layout, Sharded
+from ..layouts.sequence import SequenceLayout, layout_of_padding, unwrap_each
 from ..torch_private import without_torch_function
 
 _NAMES = ("query", "key", "value")

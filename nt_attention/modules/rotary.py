@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..compiler import is_traced
-from ..layouts.known import SequenceLayout
+from ..layouts.cache import creating_cached_tensors
 from ..layouts.protocol import Layout, Sharded
-from ..layouts.reading import creating_cached_tensors
+from ..layouts.sequence import SequenceLayout
 
 # Converts the frequencies (R/2,) to new frequencies, or to a tuple of them and a factor for rotated queries and keys.
 Scaling = Callable[[Tensor], "Tensor | tuple[Tensor, float]"]

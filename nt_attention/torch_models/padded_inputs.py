@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..compiler import can_be_read, is_captured, outside_of_graphs
-from ..layouts.known import layout_of_padding
 from ..layouts.protocol import Layout
+from ..layouts.sequence import layout_of_padding
 from ..modules.inputs import layout_without_padding
 
 

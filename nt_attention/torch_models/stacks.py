@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import Tensor, nn
 
 from ..compiler import is_compiling, needs_one_graph, outside_of_graphs
-from ..layouts.known import unwrap_each
 from ..layouts.nested import Unwrapped
 from ..layouts.protocol import Sharded
+from ..layouts.sequence import unwrap_each
 from ..modules.graphs import PackedValues, run_as_graph
 from ..patching.forwards import (
     CONTEXT_PARALLEL,

@@ -230,10 +230,10 @@ def test_max_seqlen_may_be_a_bound():
 
 
 def test_cu_seqlens_are_read_once(monkeypatch):
-    from nt_attention.layouts import reading
+    from nt_attention.layouts import cache
 
-    read, original = [], reading._read
-    monkeypatch.setattr(reading, "_read", lambda offsets: read.append(offsets) or original(offsets))
+    read, original = [], cache._read
+    monkeypatch.setattr(cache, "_read", lambda offsets: read.append(offsets) or original(offsets))
     q, offsets = torch.randn(8, 2, 32), cu_seqlens([3, 5])
     for _ in range(3):
         compat.flash_attn_varlen_func(q, q, q, offsets, offsets, 5, 5)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.layouts.known import new_forward_token
+from nt_attention.layouts.sequence import new_forward_token
 
 
 def test_graph_of_a_value_with_more_rows_than_the_key():

@@ -83,8 +83,8 @@ def no_sync():
     """NestedTensors of `local`, and results, are recognized by their offsets, which are read once."""
     layout, sharded = shard(LENGTHS)
     x = sharded.local(layout.to_nested(rows_of(layout, 2, 4)))
-    reads, real = [], nta.layouts.reading._read
-    nta.layouts.reading._read = lambda offsets: reads.append(offsets) or real(offsets)
+    reads, real = [], nta.layouts.cache._read
+    nta.layouts.cache._read = lambda offsets: reads.append(offsets) or real(offsets)
     try:
         out = nta.varlen_attention(x, x, x, sharded, is_causal=True)
         sharded.gather(out + x)
@@ -93,7 +93,7 @@ def no_sync():
         close(nta.varlen_attention(other, other, other, sharded, is_causal=True).values(), out.values())
         assert len(reads) == 1
     finally:
-        nta.layouts.reading._read = real
+        nta.layouts.cache._read = real
 
 
 def test_offsets_are_read_once():

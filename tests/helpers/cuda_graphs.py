@@ -24,7 +24,7 @@ from nt_attention.graphs import device as graph_device
 from nt_attention.graphs import policy as graph_policy
 from nt_attention.kernels import adapters, select
 from nt_attention.kernels.backend import Hooks
-from nt_attention.layouts import reading
+from nt_attention.layouts import cache
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -206,8 +206,8 @@ def cuda_graphs(monkeypatch):
     if GPU:
         yield
         return
-    no_modes = reading.no_modes  # tensors that are cached in a capture are computed in each replay
-    monkeypatch.setattr(reading, "no_modes", lambda: nullcontext() if _recorders else no_modes())
+    no_modes = cache.no_modes  # tensors that are cached in a capture are computed in each replay
+    monkeypatch.setattr(cache, "no_modes", lambda: nullcontext() if _recorders else no_modes())
     monkeypatch.setattr(graph_cache, "Slot", FakeSlot)
     monkeypatch.setattr(graph_policy, "new_event", FakeEvent)
     for module in (graph_cache, graph_capture):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nt_attention.kernels.relative import TERMS, RelativeBias
-from nt_attention.layouts.known import SequenceLayout
 from nt_attention.layouts.paged import PagedLayout
+from nt_attention.layouts.sequence import SequenceLayout
 from nt_attention.layouts.tree import TreeLayout
 
 # The largest error of an element, relative to the size of its row.

@@ -127,7 +127,7 @@ def test_one_row_of_position_ids_for_several_batch_sizes():
 
 
 def test_position_ids_are_not_kept_alive():
-    from nt_attention.layouts.reading import _entries
+    from nt_attention.layouts.cache import _entries
 
     q, k, v = random_states()
     before = len(_entries)

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
 from nt_attention.hf.route import masks, positions
-from nt_attention.layouts import known
+from nt_attention.layouts import sequence
 
 LENGTHS, LENGTH = [11, 4, 7], 11
 MODELS = {"llama": "LlamaForCausalLM", "bert": "BertModel", "mistral": "MistralForCausalLM"}
@@ -111,7 +111,7 @@ def test_training_of_packed_rows_is_one_graph_without_a_mask(model_type, with_of
 def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
     torch._dynamo.reset()
     reads = []
-    read = known.starts_of_positions
+    read = sequence.starts_of_positions
 
     def counting(position_ids):
         reads.append(position_ids)
@@ -120,7 +120,7 @@ def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
     model = tiny.make("llama", "LlamaForCausalLM", nta.hf.register())
     compiled = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
     rows = [packed_row(lengths) for lengths in ([11, 4, 7], [3, 30])]
-    monkeypatch.setattr(known, "starts_of_positions", counting)
+    monkeypatch.setattr(sequence, "starts_of_positions", counting)
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
             for row in rows:

@@ -16,7 +16,7 @@ import nt_attention as nta
 from nt_attention.hf.pack import attention_code
 from nt_attention.hf.pack.deferred_scores import CannotDeferError, _Deferring
 from nt_attention.hf.route.packed_mask import CannotMaskError, MixesSequencesError, PackedMask
-from nt_attention.layouts.known import SequenceLayout
+from nt_attention.layouts.sequence import SequenceLayout
 
 LENGTHS = (9, 1, 17, 4)
 

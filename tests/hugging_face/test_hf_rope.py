@@ -7,7 +7,7 @@ import torch
 import nt_attention as nta
 from nt_attention.hf.route.packed_row import PackedRow, running
 from nt_attention.hf.route.rope import rotate_per_sequence
-from nt_attention.layouts.known import SequenceLayout
+from nt_attention.layouts.sequence import SequenceLayout
 
 LENGTHS, LENGTH, TRAINED = [7, 23, 13, 2, 19], 29, 11
 MASK = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]

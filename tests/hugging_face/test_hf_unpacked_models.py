@@ -187,10 +187,10 @@ def test_vision_tower_attends_to_all_images_in_one_call(kind, monkeypatch):
 
 @towers
 def test_vision_tower_reads_each_offsets_tensor_once(kind, monkeypatch):
-    from nt_attention.layouts import reading
+    from nt_attention.layouts import cache
 
-    reads, there = [], reading._read
-    monkeypatch.setattr(reading, "_read", lambda *args: reads.append(0) or there(*args))
+    reads, there = [], cache._read
+    monkeypatch.setattr(cache, "_read", lambda *args: reads.append(0) or there(*args))
     model, inputs = make_tower(kind), images((1, 4, 6), (1, 2, 2), (2, 8, 4))
     with nta.patch(model):
         run(model, inputs)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import nt_attention as nta
 from nt_attention import SequenceLayout
 from nt_attention.layouts.bounded import BoundedLayout, LengthsUnknownError
-from nt_attention.layouts.reading import _entries
+from nt_attention.layouts.cache import _entries
 from nt_attention.layouts.traced import TracedLayout
 
 INT32, INT64 = torch.int32, torch.int64

@@ -9,7 +9,7 @@ from layouts import LENGTHS, MAKERS
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.layouts.reading import _entries
+from nt_attention.layouts.cache import _entries
 
 
 class TestCachedOffsets:

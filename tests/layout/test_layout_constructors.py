@@ -10,7 +10,7 @@ import torch
 from layouts import LENGTHS, MAKERS
 
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.layouts import reading
+from nt_attention.layouts import cache
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -18,7 +18,7 @@ from nt_attention.layouts import reading
 def test_offsets_of_a_layout_give_the_same_layout(monkeypatch, make, pickled):
     layout = make(LENGTHS)
     layout = pickle.loads(pickle.dumps(layout)) if pickled else layout
-    monkeypatch.setattr(reading, "_read", None)  # nothing is read again
+    monkeypatch.setattr(cache, "_read", None)  # nothing is read again
     for offsets in (layout.offsets, layout.cu_seqlens, layout.operator_offsets):
         other = SequenceLayout.from_offsets(offsets)
         assert (other.offsets.dtype, other.cu_seqlens.dtype) == (torch.int64, torch.int32)
@@ -28,7 +28,7 @@ def test_offsets_of_a_layout_give_the_same_layout(monkeypatch, make, pickled):
 @pytest.mark.parametrize("dtype", [None, torch.int32, torch.int64])
 @pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x])
 def test_layouts_are_freed(dtype, use):
-    x, before = torch.randn(sum(LENGTHS), 2, 8), len(reading._entries)
+    x, before = torch.randn(sum(LENGTHS), 2, 8), len(cache._entries)
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
     layout = SequenceLayout.from_lengths(LENGTHS) if dtype is None else SequenceLayout.from_offsets(offsets.to(dtype))
     other = use(layout)
@@ -37,7 +37,7 @@ def test_layouts_are_freed(dtype, use):
     del layout, other, offsets
     gc.collect()
     assert not any(reference() is not None for reference in freed)
-    assert len(reading._entries) <= before
+    assert len(cache._entries) <= before
 
 
 @pytest.mark.parametrize("make", [MAKERS["list"], MAKERS["mask"]], ids=["list", "mask"])
@@ -47,7 +47,7 @@ def test_nested_tensors_are_not_read_after_their_layout_is_freed(monkeypatch, ma
     nested, want = layout.to_nested(x), varlen_attention(x, x, x, layout)
     del layout
     gc.collect()
-    monkeypatch.setattr(reading, "_read", None)
+    monkeypatch.setattr(cache, "_read", None)
     torch.testing.assert_close(varlen_attention(nested, nested, nested).values(), want)
 
 

@@ -17,7 +17,7 @@ import nt_attention as nta
 from nt_attention.compiler import is_exporting
 from nt_attention.hf.pack.packed_forward import PackedCall
 from nt_attention.hf.pack.routes import Packed, Unpatched
-from nt_attention.layouts import reading
+from nt_attention.layouts import cache
 from nt_attention.patching.forwards import PatchedForward
 
 # Other types run the code of one of these.
@@ -93,8 +93,8 @@ def test_one_graph_gives_what_the_model_gives(model_type, monkeypatch):
     numbers, batches = random.Random(0), [batch_of(model, lengths) for lengths in BATCHES]
     batches += [batch_of(model, [numbers.randint(1, 40) for _ in range(numbers.randint(2, 6))]) for _ in range(2)]
     want = [solve(model, model, batch) for batch in batches]
-    read, reads = reading._read, []
-    monkeypatch.setattr(reading, "_read", lambda offsets: reads.append(offsets) or read(offsets))
+    read, reads = cache._read, []
+    monkeypatch.setattr(cache, "_read", lambda offsets: reads.append(offsets) or read(offsets))
     counter = CompileCounterWithBackend("aot_eager")
     with nta.patch(model, on_fallback="raise") as handle:
         compiled = torch.compile(model, backend=counter, dynamic=True)
@@ -103,11 +103,11 @@ def test_one_graph_gives_what_the_model_gives(model_type, monkeypatch):
             assert not reads  # the layout no longer exists in the backward; on a GPU, each layer would wait for it
         assert handle.calls == {None: len(batches)}
         assert counter.frame_count <= GRAPHS.get(model_type, 3)
-        before = len(reading._entries)
+        before = len(cache._entries)
         with torch.no_grad():
             for batch in 2 * batches:
                 compiled(**batch)
-        assert len(reading._entries) - before < 3  # those of earlier batches were freed
+        assert len(cache._entries) - before < 3  # those of earlier batches were freed
         assert counter.frame_count <= 2 * GRAPHS.get(model_type, 3)  # and as many without gradients
     # All models share the code of the patch, and PyTorch limits the graphs of a function.
     parts = PatchedForward, PackedCall, Packed, Unpatched
@@ -164,8 +164,8 @@ def test_backward_of_a_transformer_finds_offsets_that_were_read(monkeypatch):
     """The layout no longer exists in the backward. On a GPU, each layer would wait for the device."""
     options = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
     model = nn.Transformer(16, 2, num_encoder_layers=1, num_decoder_layers=1, **options)
-    read, reads = reading._read, []
-    monkeypatch.setattr(reading, "_read", lambda offsets: reads.append(offsets) or read(offsets))
+    read, reads = cache._read, []
+    monkeypatch.setattr(cache, "_read", lambda offsets: reads.append(offsets) or read(offsets))
     with nta.patch(model) as handle:
         compiled = torch.compile(model, backend="aot_eager", dynamic=True)
         for lengths in BATCHES:
@@ -251,8 +251,8 @@ class Embedded(nn.Module):
 
 @pytest.mark.parametrize("train", sweep_except([True, False], True))
 def test_transformer_encoder_in_a_model(train, monkeypatch):
-    read, reads = reading._read, []
-    monkeypatch.setattr(reading, "_read", lambda offsets: reads.append(offsets) or read(offsets))
+    read, reads = cache._read, []
+    monkeypatch.setattr(cache, "_read", lambda offsets: reads.append(offsets) or read(offsets))
     model = Embedded().train(train)
     batches = [batch_of(model, lengths) for lengths in BATCHES]
     want = [solve(model, model, batch) for batch in batches]

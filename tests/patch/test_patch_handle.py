@@ -13,7 +13,7 @@ from torch import nn
 
 import nt_attention as nta
 from nt_attention.hf.pack import packing
-from nt_attention.layouts.known import SequenceLayout
+from nt_attention.layouts.sequence import SequenceLayout
 
 pytestmark = pytest.mark.usefixtures("uncompared")
 

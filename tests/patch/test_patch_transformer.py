@@ -13,7 +13,7 @@ from torch_models import IGNORED_WARNINGS, LENGTHS, PADDINGS, additive, causal_m
 
 import nt_attention as nta
 from nt_attention import NotPackedError, NotPackedWarning
-from nt_attention.layouts.known import SequenceLayout
+from nt_attention.layouts.sequence import SequenceLayout
 
 pytestmark = IGNORED_WARNINGS
 make = functools.partial(torch_models.make, "transformer")

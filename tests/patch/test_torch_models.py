@@ -34,7 +34,7 @@ from torch_models import (
 
 import nt_attention as nta
 from nt_attention import NotPackedError, NotPackedWarning
-from nt_attention.layouts.known import SequenceLayout
+from nt_attention.layouts.sequence import SequenceLayout
 
 pytestmark = IGNORED_WARNINGS
 

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from ...compiler import outside_of_graphs
 from ...kernels.alibi import alibi_slopes
 from ...kernels.relative import RelativeBias
-from ...layouts.known import SequenceLayout
+from ...layouts.cache import creating_cached_tensors
 from ...layouts.protocol import Layout
-from ...layouts.reading import creating_cached_tensors
+from ...layouts.sequence import SequenceLayout
 from ...patching.forwards import Handle, WeakReference, override_forward
 from ..route.packed_mask import PackedMask, packed_mask_in
 from ..route.packed_row import current_row

@@ -24,9 +24,9 @@ from ...graphs.capture import Bucket, Computed, Form, Sizes, Work, tensors_of
 from ...graphs.device import NotCapturedError
 from ...kernels.select import selection_key
 from ...layouts.bounded import BoundedLayout
-from ...layouts.known import layout_of_mask
-from ...layouts.reading import to_device
+from ...layouts.cache import to_device
 from ...layouts.rows import scatter_rows
+from ...layouts.sequence import layout_of_mask
 from ...modules.graphs import without_lengths
 from ...patching.forwards import PatchedForward
 from .. import families

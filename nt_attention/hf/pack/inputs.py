@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compiler import inline_only
-from ...layouts.known import SequenceLayout
+from ...layouts.sequence import SequenceLayout
 from .. import families
 from ..plan import Head, Plan
 from ..route.hand_packed import layout_of_lengths

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ...compiler import outside_of_graphs
-from ...layouts.known import SequenceLayout
+from ...layouts.sequence import SequenceLayout
 from ...torch_private import is_transformed, pytree
 from .. import families
 from ..route.packed_row import why_no_row

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...compiler import check_readable
-from ...layouts.known import SequenceLayout, layout_of_mask, layout_where
+from ...layouts.cache import on_host, to_device
 from ...layouts.protocol import Layout
-from ...layouts.reading import on_host, to_device
 from ...layouts.rows import scatter_rows
+from ...layouts.sequence import SequenceLayout, layout_of_mask, layout_where
 from ..route.positions import previous_token, starts
 from .padded_on_read import Padding
 

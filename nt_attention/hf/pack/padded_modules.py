@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ...compiler import is_compiling, outside_of_graphs
+from ...layouts.cache import on_host, to_device
 from ...layouts.protocol import Layout
-from ...layouts.reading import on_host, to_device
 from ...layouts.tree import TreeLayout
 from ...patching.forwards import Handle, override_forward
 from ...torch_private import backward_id, is_transformed, pytree
@@ -29,7 +29,7 @@ from ..route.packed_row import PackedRow, current_row, running, runs_padded
 from .convolutions import convolving, keep_apart
 
 if TYPE_CHECKING:
-    from ...layouts.reading import Ints
+    from ...layouts.cache import Ints
 
     # lengths (B,), the number of groups that pays → for each group the indices of its sequences
     Grouping = Callable[[Ints, int], list[Ints]]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...compiler import can_be_read, outside_of_graphs
-from ...layouts.known import SequenceLayout
-from ...layouts.reading import on_host, owner_of, tensor_of, to_device
+from ...layouts.cache import on_host, owner_of, tensor_of, to_device
+from ...layouts.sequence import SequenceLayout
 from ...layouts.tree import TreeLayout
 from ...patching.handle import PrefixCounts
 from ...torch_private import has_compiled_call, inside_compiled, is_transformed

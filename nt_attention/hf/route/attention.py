@@ -27,9 +27,9 @@ from ..._warnings import warn
 from ...compiler import is_traced
 from ...functional import varlen_attention
 from ...kernels.masks import Window, distances
-from ...layouts.known import SequenceLayout
+from ...layouts.cache import owner_of
 from ...layouts.protocol import Layout, Sharded
-from ...layouts.reading import owner_of
+from ...layouts.sequence import SequenceLayout
 from ...layouts.traced import TracedLayout
 from ...patching.forwards import is_context_parallel
 from ..transformers_private import supports_sdpa
@@ -395,7 +395,7 @@ def _layouts_of_offsets(
     traced: bool,
     forward_token: Tensor | None,
 ) -> Layouts:
-    """The layouts of the offsets that a caller has passed. For `forward_token`, see `known.new_forward_token`."""
+    """The layouts of the offsets that a caller has passed. For `forward_token`, see `sequence.new_forward_token`."""
 
     def layout_of(offsets: Tensor) -> Layout:
         return SequenceLayout.in_graph(offsets, forward_token) if traced else SequenceLayout.from_offsets(offsets)

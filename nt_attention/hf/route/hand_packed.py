@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from ...compiler import can_be_read, outside_of_graphs
-from ...layouts.known import SequenceLayout
 from ...layouts.protocol import Layout
+from ...layouts.sequence import SequenceLayout
 from .positions import starts
 
 

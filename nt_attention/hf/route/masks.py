@@ -15,7 +15,7 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...compiler import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
-from ...layouts.known import new_forward_token
+from ...layouts.sequence import new_forward_token
 from ...torch_private import is_transformed
 from .packed_row import runs_padded
 

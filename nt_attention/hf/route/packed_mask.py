@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from ...compiler import outside_of_graphs
 from ...functional import varlen_attention
+from ...layouts.cache import creating_cached_tensors
 from ...layouts.protocol import Layout
-from ...layouts.reading import creating_cached_tensors
 from ...torch_private import make_wrapper, without_torch_function
 from ..plan import Form
 from .dropout import rate_of

@@ -13,9 +13,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...compiler import is_captured, is_replayed
-from ...layouts.known import TOKEN_SHAPE, SequenceLayout, layout_where
+from ...layouts.cache import cache_with, find_cached
 from ...layouts.protocol import Layout
-from ...layouts.reading import cache_with, find_cached
+from ...layouts.sequence import TOKEN_SHAPE, SequenceLayout, layout_where
 
 
 def may_show_sequences(position_ids: Tensor, module: nn.Module, query: Tensor, key: Tensor) -> bool:
@@ -119,7 +119,7 @@ def can_read_layout(position_ids: Tensor, rows: int, layer: int | None, token_ma
 
 
 def is_forward_token(tensor: Tensor | None) -> bool:
-    """Whether `known.new_forward_token` made this tensor."""
+    """Whether `sequence.new_forward_token` made this tensor."""
     return tensor is not None and tensor.dtype == torch.int8 and tensor.shape == TOKEN_SHAPE
 
 

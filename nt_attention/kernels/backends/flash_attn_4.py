@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...layouts.reading import to_device
+from ...layouts.cache import to_device
 from ...layouts.tree import BLOCK, TreeLayout
 from .. import device
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims, Hooks

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...layouts.cache import to_device
 from ...layouts.protocol import Layout
-from ...layouts.reading import to_device
 from .. import device
 from ..launch import Launch, launch
 

@@ -89,9 +89,10 @@ _entries: dict[int, tuple[weakref.ref[Tensor], dict[object, _Entry]]] = {}
 
 
 @outside_of_graphs  # torch.compile would compile it: a tensor may be freed between two functions that it compiles
-def _remove(at: int, freed: weakref.ref[Tensor]) -> None:
-    if at in _entries and _entries[at][0] is freed:  # else another tensor has this id now
-        del _entries[at]
+def _remove(entries: dict[int, tuple[weakref.ref[Tensor], Any]], at: int, freed: weakref.ref[Tensor]) -> None:
+    entry = entries.get(at)  # not the global name, which is None when the interpreter exits
+    if entry is not None and entry[0] is freed:  # else another tensor has this id now
+        del entries[at]
 
 
 def find_cached(tensor: Tensor, key: object, other: Tensor | None = None) -> Any:
@@ -127,7 +128,7 @@ def cache_with(
             at = id(tensor)
             reference, entries = _entries.get(at, (None, {}))
             if reference is None or reference() is not tensor:
-                reference, entries = weakref.ref(tensor, functools.partial(_remove, at)), {}
+                reference, entries = weakref.ref(tensor, functools.partial(_remove, _entries, at)), {}
             entries = {name: entry for name, entry in list(entries.items()) if not entry.is_dead}
             entries[key] = _Entry(states, None if other is None else weakref.ref(other), value)
             _entries[at] = reference, entries

@@ -19,9 +19,7 @@ from ..operators import define
 from ..torch_private import is_transformed
 from . import nested as nested_tensors
 from .bounded import BoundedLayout
-from .nested import Unwrapped
-from .protocol import Layout, Sharded
-from .reading import (
+from .cache import (
     Cache,
     cache_with,
     copy_of,
@@ -36,11 +34,13 @@ from .reading import (
     starts_of_positions,
     to_device,
 )
+from .nested import Unwrapped
+from .protocol import Layout, Sharded
 from .rows import fill_rows_from, scatter_rows
 from .traced import TracedLayout
 
 if TYPE_CHECKING:
-    from .reading import Ints
+    from .cache import Ints
 
 _LAYOUT = "layout"  # of an offsets tensor, with a bound or None
 
