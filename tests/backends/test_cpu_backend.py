@@ -46,7 +46,7 @@ def test_few_operations_start_threads(longest, options, most):
     outer = [x for x in profile.events() if x.name in OPERATIONS and getattr(x.cpu_parent, "name", "") != x.name]
     large = [each.name for each in outer if elements_of(each) >= 32768]  # PyTorch's grain size
     assert len(set(lengths)) > 30
-    assert 4 < len(large) <= most, large
+    assert 4 < len(large) <= most, len(large)
 
 
 def elements_of(event):
