@@ -139,7 +139,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         (name, {"error": "failed"}.get(outcome, outcome))
         for outcome in ("passed", "failed", "error", "skipped")
         for report in terminalreporter.stats.get(outcome, ())
-        for key, name in report.user_properties
+        for key, name in getattr(report, "user_properties", ())  # reports of collection errors have none
         if key == "backend"
     )
     terminalreporter.section(torch.cuda.get_device_name())

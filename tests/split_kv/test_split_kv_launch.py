@@ -56,7 +56,7 @@ def test_next_layers_use_the_launches_of_the_first_one(kept):
 
 
 def test_prepared_run_keeps_no_layout(kept):
-    layout, key_layout = nta.SequenceLayout.from_lengths([1, 1, 1]), nta.SequenceLayout.from_lengths(KEYS)
+    layout, key_layout = (nta.SequenceLayout.from_lengths(x, device=DEVICE) for x in ([1, 1, 1], KEYS))
     call = plan(*layer(layout, key_layout), layout, key_layout, backend="split_kv").call
     run = launches.prepare_forward(*layer(layout, key_layout), call)
     gone = weakref.ref(layout)
