@@ -76,11 +76,12 @@ def patch(
             padding, or a row that is already packed, is no fallback. A single `nn.MultiheadAttention` does not look for
             padding: each of its calls with a `key_padding_mask` counts.
         cuda_graphs: run packed calls on a CUDA device as CUDA graphs, also small batches: with True, calls without
-            gradients in evaluation mode; with "training", also calls with gradients. A graph serves all batches of
-            similar sizes. Calls that can't run as graphs run as without this option, and `handle.graphs.calls` counts
-            them with the reason. After a change inside of an object that is no module, such as a field of the config,
-            call `handle.graphs.clear()`. The guides "Embed and serve" and "Fine-tune" have the sizes, the memory, and
-            what a backward can't do with "training".
+            gradients in evaluation mode; with "training", also calls with gradients; with "auto", both, but only
+            batch sizes that come often and for which the GPU waits for the host, which is measured in some calls. A
+            graph serves all batches of similar sizes. Calls that can't run as graphs run as without this option, and
+            `handle.graphs.calls` counts them with the reason. After a change inside of an object that is no module,
+            such as a field of the config, call `handle.graphs.clear()`. The guides "Embed and serve" and "Fine-tune"
+            have the sizes, the memory, and what a backward can't do with "training" and "auto".
         mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
             parallelism). All ranks pass the same batch, and get the same outputs and the same loss. Only the first
             batch is checked. Outputs beside a loss are gathered when they are read, so all ranks must read them. Take

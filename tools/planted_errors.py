@@ -580,6 +580,27 @@ ERRORS = [
         "patch/test_patch_training_graphs.py",
     ),
     Error(
+        "a graph that gains nothing is kept",
+        "graphs/cache.py",
+        "if graph is None or not graph.times.pays:",
+        "if graph is None:",
+        "patch/test_patch_auto_graphs.py",
+    ),
+    Error(
+        "a call that the device is late for counts as one that waits for the host",
+        "graphs/policy.py",
+        "return self._was_reached and self.device_ms <= LATE * self.host_ms",
+        "return self._was_reached",
+        "patch/test_patch_auto_graphs.py",
+    ),
+    Error(
+        "a larger batch waits for the host if a smaller one does",
+        "graphs/policy.py",
+        "waits and _covers(size, bucket)",
+        "waits and _covers(bucket, size)",
+        "patch/test_patch_auto_graphs.py",
+    ),
+    Error(
         "positions that count padding begin sequences",
         "hf/route/positions.py",
         "varies & (step != 1) & (step != distance)",

@@ -20,7 +20,11 @@ from .._patch_all import PatchAllHandle, patch_all
 from ..patching.building import after_import
 from ..patching.handle import CheckMode
 
-GRAPHS: dict[str | None, Literal[True, "training"]] = {"inference": True, "training": "training"}
+GRAPHS: dict[str | None, Literal[True, "training", "auto"]] = {
+    "inference": True,
+    "training": "training",
+    "auto": "auto",
+}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,12 +18,14 @@ from .capture import Bucket, Captured, ChangesItselfError, Work, capture, is_cap
 from .device import NotCapturedError, Slot, supports
 from .gradients import Waiting
 from .module_state import ModuleState
+from .policy import SELDOM, TOO_MANY, UNUSED, Policy
 
 GRAPHS = 128  # the most graphs of a module, with or without gradients
 SLOTS = 4  # how many calls of a module can wait for their backward. Each slot has memory for all activations
 MEMORY = 16 * 2**30  # the most bytes of the inputs and outputs of all graphs of a handle
+LARGER = 0.5  # how many more tokens, as a share, the graph may have that is used by a size that comes seldom
 CHANGES = 8  # how often a module may change, before its graphs wait until it stays the same
-CudaGraphs = bool | Literal["training"]  # an option of `patch`: for calls without gradients, or for all
+CudaGraphs = bool | Literal["training", "auto"]  # an option of `patch`: for calls without gradients, or for all
 Key = tuple[Any, ...]
 
 
@@ -75,11 +77,15 @@ class _OfModule:
         refused: key and bucket → why there is no graph.
         slots: the memory of graphs with gradients. Each call that waits for its backward has a slot of its own.
         changes: how often the module was changed.
-        calls: the number of calls since then.
+        calls: the number of calls without a graph since then.
         often: why a module that changes often is not captured at once.
+        policy: decides which calls are captured; None if all are.
+        used: the number of calls that ran as graphs.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, is_automatic: bool) -> None:
+        self.policy = Policy() if is_automatic else None
+        self.used = 0
         self.changes, self.often = 0, "the module, its parameters or its attributes change too often"
         self.slots: list[Slot] = []
         self.renew(module)
@@ -90,20 +96,34 @@ class _OfModule:
         self.graphs: OrderedDict[tuple[Slot, Key, Bucket], Captured] = OrderedDict()
         self.refused: dict[tuple[Key, Bucket], str] = {}
         self.changes, self.calls = self.changes + 1, 0
+        if self.policy is not None:
+            self.policy.forget()
 
-    def find(self, slot: Slot, key: Key, work: Work) -> Captured | None:
-        """The graph of the bucket of a call, or else the smallest other one that fits."""
+    def find(self, slot: Slot, key: Key, work: Work, more: float = 0.0) -> Captured | None:
+        """The graph of the bucket of a call, or else the smallest other one that fits, with this many more tokens."""
         graph = self.graphs.get((slot, key, work.bucket))
         if graph is None:
             fitting = [
                 other
                 for (its_slot, its_key, bucket), other in self.graphs.items()
-                if its_slot is slot and its_key == key and all(map(type(work.sizes[0]).fit, work.sizes, bucket))
+                if its_slot is slot
+                and its_key == key
+                and all(size.fit(its, more) for size, its in zip(work.sizes, bucket, strict=True))
             ]
             graph = min(fitting, key=lambda other: [one.tokens for one in other.bucket], default=None)
         if graph is not None:
             self.graphs.move_to_end((slot, key, graph.bucket))
         return graph
+
+    def drop_useless(self) -> None:
+        """Free the graphs that gain nothing, and those that no call has used for a long time."""
+        useless = [
+            each for each, graph in self.graphs.items() if not graph.times.pays or graph.last_used + UNUSED < self.used
+        ]
+        if useless:
+            self.wait()
+        for each in useless:
+            del self.graphs[each]
 
     def free_slot(self, device: torch.device) -> Slot:
         """A slot in which no call waits for its backward."""
@@ -126,6 +146,7 @@ class CapturedCalls:
 
     Args:
         training: whether calls with gradients run as graphs too.
+        is_automatic: whether a `Policy` decides which calls are captured.
 
     Attributes:
         calls: reason → the number of packed calls that did not run as a graph for this reason. The key None counts
@@ -133,8 +154,8 @@ class CapturedCalls:
         captured: the number of captures. A graph with its backward counts once.
     """
 
-    def __init__(self, training: bool = False) -> None:
-        self.training = training
+    def __init__(self, training: bool = False, is_automatic: bool = False) -> None:
+        self.training, self.is_automatic = training, is_automatic
         self.calls: Counter[str | None] = Counter()
         self.captured: int = 0
         self._modules: weakref.WeakKeyDictionary[nn.Module, _OfModule] = weakref.WeakKeyDictionary()
@@ -148,12 +169,12 @@ class CapturedCalls:
         Raises:
             ValueError: it is another value.
         """
-        if not isinstance(cuda_graphs, bool) and cuda_graphs != "training":
-            raise ValueError(f'cuda_graphs must be True, False or "training", got {cuda_graphs!r}.')
-        return cls(cuda_graphs == "training") if cuda_graphs else None
+        if not isinstance(cuda_graphs, bool) and cuda_graphs not in ("training", "auto"):
+            raise ValueError(f'cuda_graphs must be True, False, "training" or "auto", got {cuda_graphs!r}.')
+        return cls(cuda_graphs in ("training", "auto"), cuda_graphs == "auto") if cuda_graphs else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CapturedCalls, (self.training,)  # graphs can't be copied
+        return CapturedCalls, (self.training, self.is_automatic)  # graphs can't be copied
 
     def __len__(self) -> int:
         with self._lock:
@@ -206,8 +227,15 @@ class CapturedCalls:
                 self._shared[device] = Slot(device)
             slot = own.free_slot(device) if differentiates else self._shared[device]
             key = work.key, _settings(device), own.state.training
-            graph = own.find(slot, key, work) or self._capture(own, slot, key, work, differentiates)
+            graph = own.find(slot, key, work)
+            if graph is None or not graph.times.pays:
+                graph = self._choose(own, slot, key, work, differentiates)
+            own.used += 1
+            graph.last_used = own.used
+            span = None if own.policy is None else own.policy.time_replay(graph.times, device)
             results = graph.replay(work)
+            if span is not None:
+                span.end()
             call = None if graph.backward is None else Waiting(graph, work, own.state, guard)
         return graph.rebuild(results if call is None else call.connect(results))
 
@@ -222,11 +250,32 @@ class CapturedCalls:
         """The graphs of a module. They are dropped if it was changed since they were captured."""
         own = self._modules.get(module)
         if own is None:
-            own = self._modules[module] = _OfModule(module)
+            own = self._modules[module] = _OfModule(module, self.is_automatic)
         elif not own.state.is_current:
             own.wait()
             own.renew(module)
         return own
+
+    def _choose(self, own: _OfModule, slot: Slot, key: Key, work: Work, differentiates: bool) -> Captured:
+        """A new graph, or with a policy perhaps a larger one that exists.
+
+        Raises:
+            NotCapturedError: there is none, and none is captured now.
+        """
+        if own.policy is None:
+            return self._capture(own, slot, key, work, differentiates)
+        own.drop_useless()
+        reason = own.policy.why_not(key, work.bucket)
+        if reason is None:
+            own.policy.captures += 1
+            graph = self._capture(own, slot, key, work, differentiates)
+            graph.times = own.policy.times_of(key, work.bucket)
+            return graph
+        larger = own.find(slot, key, work, LARGER) if reason in (SELDOM, TOO_MANY) else None
+        if larger is None:
+            begin = functools.partial(own.policy.time_call, key, work.bucket, slot.device)
+            raise NotCapturedError(reason, begin if reason == SELDOM else None)
+        return larger
 
     def _capture(self, own: _OfModule, slot: Slot, key: Key, work: Work, differentiates: bool) -> Captured:
         bucket = work.bucket

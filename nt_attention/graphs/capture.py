@@ -21,6 +21,7 @@ from ..torch_private import TorchDispatchMode, copy_each, pytree
 from .device import NotCapturedError, Slot, supports
 from .gradients import OTHER_LEAF, Backward, Gradients, alias
 from .module_state import ModuleState, Snapshot
+from .policy import Times
 
 READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 LARGEST = 2 * 2**30  # bytes of the inputs and outputs of a graph: of larger ones, few would fit into memory
@@ -59,10 +60,11 @@ class Sizes(NamedTuple):
     def _step(self) -> int:
         return max(64, 1 << max(0, (self.tokens - 1).bit_length() - 4))
 
-    def fit(self, graph: Sizes) -> bool:
-        """Whether the graph of another bucket can run these sizes, and takes about as long as one of their own."""
+    def fit(self, graph: Sizes, more: float = 0.0) -> bool:
+        """Whether the graph of another bucket can run these sizes, with at most a step or this share of more tokens."""
         bucket = self.bucket
-        most = max(16, 4 * bucket.sequences), max(128, 4 * bucket.longest), max(512, bucket.tokens + self._step)
+        tokens = bucket.tokens + max(self._step, int(more * bucket.tokens))
+        most = max(16, 4 * bucket.sequences), max(128, 4 * bucket.longest), max(512, tokens)
         return all(size <= other <= limit for size, other, limit in zip(self, graph, most, strict=True))
 
 
@@ -154,11 +156,14 @@ class Captured:
     Attributes:
         memory: the bytes of its inputs and outputs. Gradients of parameters belong to the slot.
         backward: None for calls without gradients.
+        last_used: the number of calls of the module that were replays, when it was used last.
+        times: what a policy knows of its bucket.
     """
 
     def __init__(self, work: Work, slot: Slot, state: ModuleState | None) -> None:
         """`state`: the module, whose parameters get gradients; None for calls without gradients."""
         self.bucket, self.slot = work.bucket, slot
+        self.last_used, self.times = 0, Times()
         shapes = {name: (*work.forms[name].dims(work.bucket), *work.others(name)) for name in work.inputs}
         self._inputs = {name: x.new_zeros(shapes[name]) for name, x in work.inputs.items()}
         self._fill(work)

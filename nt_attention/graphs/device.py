@@ -14,7 +14,15 @@ from ..torch_private import end_pool
 
 
 class NotCapturedError(Exception):
-    """A call can't run as a CUDA graph. The message says why."""
+    """A call can't run as a CUDA graph. The message says why.
+
+    Attributes:
+        begin: begins to time the call without a graph, and returns a `Span` or None; None if its time is not asked for.
+    """
+
+    def __init__(self, reason: str, begin: Callable[[], Any] | None = None) -> None:
+        super().__init__(reason)
+        self.begin = begin
 
 
 class Slot:

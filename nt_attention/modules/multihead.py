@@ -93,8 +93,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         rotary: a `Rotary`, to rotate queries and keys by their positions.
         backend: "auto", or a name from `available_backends()`.
         cuda_graphs: run packed calls on a GPU as CUDA graphs: True for those without gradients in evaluation mode,
-            "training" also for those with gradients. See `patch`, which has the same option. `graphs.calls` counts the
-            calls.
+            "training" also for those with gradients, "auto" for both where the GPU waits for the host. See `patch`,
+            which has the same option. `graphs.calls` counts the calls.
 
     Raises:
         ValueError: an option has an invalid value, or `add_bias_kv` or `add_zero_attn` is used with a window or ALiBi.

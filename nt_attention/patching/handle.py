@@ -8,7 +8,7 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from .._warnings import warn
 from ..compiler import is_compiling, outside_of_graphs
 from ..graphs.cache import CapturedCalls, CudaGraphs
+from ..graphs.policy import HostWaits
 from .forwards import CONTINUES_FROM_CACHE, WeakReference
 
 OnFallback = Literal["warn", "raise", "silent"]
@@ -94,6 +95,8 @@ class Counts:
         largest_difference: the largest relative difference between them.
         notes: text → the number of packed calls about which it says something: in what their result differs from that
             of the padded run, or what computes padding outside of them.
+        waits: in how many calls of a Hugging Face model the GPU waits for the host, measured in some of the first
+            ones: `waits.waits` of `waits.calls`.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -117,6 +120,7 @@ class Counts:
         self.compared: int = 0
         self.largest_difference: float = 0.0
         self.notes: Counter[str] = Counter()
+        self.waits = HostWaits()
         self._warned: set[str] = set()
 
     @property
@@ -167,7 +171,7 @@ class Counts:
         if self.compared:
             batches = f"first {self.compared} batches" if self.compared > 1 else "first batch"
             lines.append(f"{batches} compared with the padded run: largest difference {self.largest_difference:.0g}")
-        return lines
+        return lines if self.waits.advice is None else [*lines, self.waits.advice]
 
 
 class NotPackedWarning(UserWarning):
@@ -398,6 +402,13 @@ class PatchHandle:
     def note(self, text: str) -> None:
         """Say something about a packed call in `print(handle)`."""
         self.counts.note(text)
+
+    def advise(self) -> None:
+        """Say once that the GPU waits for the host, if it does."""
+        advice = self.counts.waits.news()
+        if advice is not None and self.on_fallback != "silent":
+            with suppress(UserWarning):  # if the filters make warnings errors: advice does not stop a program
+                warn(advice)
 
     def differ(self, difference: str) -> None:
         """Count a packed call whose result is not that of the padded run. Then do what `on_fallback` says.

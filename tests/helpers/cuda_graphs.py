@@ -8,6 +8,7 @@ with known ones. tests/token_tiled/test_token_tiled_bounds.py tests the kernels.
 """
 
 import dataclasses
+import time
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -20,6 +21,7 @@ import nt_attention as nta
 from nt_attention.graphs import cache as graph_cache
 from nt_attention.graphs import capture as graph_capture
 from nt_attention.graphs import device as graph_device
+from nt_attention.graphs import policy as graph_policy
 from nt_attention.kernels import adapters, select
 from nt_attention.layouts import reading
 
@@ -126,6 +128,21 @@ class FakeSlot(graph_device.Slot):
         return recorder.replay, outputs
 
 
+class FakeEvent:
+    """An event of a device that takes `slower` times as long as the host, which launches nothing ahead of it."""
+
+    slower = 1.0
+
+    def record(self, stream=None):
+        self.at = time.perf_counter()
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 1e3 * self.slower * (other.at - self.at)
+
+
 def with_known_lengths(call):
     """A call with layouts that know only bounds, whose offsets are valid: the same with layouts that know the lengths.
 
@@ -191,6 +208,7 @@ def cuda_graphs(monkeypatch):
     no_modes = reading.no_modes  # tensors that are cached in a capture are computed in each replay
     monkeypatch.setattr(reading, "no_modes", lambda: nullcontext() if _recorders else no_modes())
     monkeypatch.setattr(graph_cache, "Slot", FakeSlot)
+    monkeypatch.setattr(graph_policy, "new_event", FakeEvent)
     for module in (graph_cache, graph_capture):
         monkeypatch.setattr(module, "supports", lambda tensor: True)
     known = select.BACKENDS["token_tiled"]

@@ -23,7 +23,7 @@ from ..route.packed_mask import PackedMask, is_bypass_mask
 from ..route.packed_row import current_row, is_compared, rows_of_head, runs_packed
 from ..transformers_private import attention_of
 from .inputs import arguments_of
-from .routes import AsGraph, ModelCall, Packed, Unpatched, passing_rows, run_route
+from .routes import AsGraph, ModelCall, Packed, SmallBatch, Unpatched, passing_rows, run_route
 from .rules import AFTER_GRAPH, BEFORE_GRAPH, route_of
 from .shared_prefixes import IS_COMPILED, run_shared
 from .small_batches import Size, is_measured, may_run_padded
@@ -147,9 +147,14 @@ class PackedCall:
         if isinstance(route, AsGraph):
             try:
                 return route.run()
-            except NotCapturedError:
+            except NotCapturedError as error:
+                call.begin = error.begin
                 route = self._packed_route(call)
-        return run_route(route)
+        if call.span is None:
+            return run_route(route)
+        out = run_route(route)
+        self._end(call)
+        return out
 
     @inline_only
     def _is_packed_by_head(self, model: PreTrainedModel) -> bool:
@@ -172,7 +177,21 @@ class PackedCall:
 
     @outside_of_graphs
     def _packed_route(self, call: ModelCall) -> Unpatched | Packed:
-        return route_of(call, AFTER_GRAPH) or Packed.take(call)
+        route = route_of(call, AFTER_GRAPH) or Packed.take(call)
+        if call.compiler is not TRACING and isinstance(route, Packed | SmallBatch) and not is_part_of_a_graph():
+            tokens = call.arguments.get("inputs_embeds", call.arguments.get("input_ids"))
+            if call.begin is not None:
+                call.span = call.begin()
+            elif self.handle.graphs is None and tokens is not None and not is_compared():
+                call.span = self.handle.counts.waits.begin(tokens.device)
+        return route
+
+    @outside_of_graphs
+    def _end(self, call: ModelCall) -> None:
+        """The call was timed, and its kernels are launched."""
+        call.span.end()
+        if self.handle.graphs is None:
+            self.handle.advise()
 
     def is_small(self, call: ModelCall) -> bool:
         """Whether a batch is too small to gain from packing. This is decided from shapes."""
@@ -180,6 +199,8 @@ class PackedCall:
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
         if call.compiler is not None or self.size is None or tokens is None or is_compared():
             return False
+        if call.begin is not None:
+            return False  # its time without a graph is asked for
         first = self.first_batches
         if self.handle.graphs is not None and first is not None and not first.is_settled(call):
             return False  # it is compared first, so that later calls run as graphs

@@ -47,6 +47,8 @@ class ModelCall:
         args, kwargs: the arguments, as they came.
         arguments: those that are not their defaults, by name.
         compiler: what compiles the model, see `active_compiler`.
+        begin: begins to time the call without a CUDA graph; None if its time is not asked for.
+        span: its time, while it is measured.
     """
 
     entry: Any
@@ -56,6 +58,8 @@ class ModelCall:
     kwargs: dict[str, Any]
     arguments: dict[str, Any]
     compiler: Any
+    begin: Callable[[], Any] | None = None
+    span: Any = None
 
     @functools.cached_property
     def is_inner(self) -> bool:

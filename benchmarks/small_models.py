@@ -1,0 +1,239 @@
+"""Training of a small encoder with sentence-transformers, as its users write it: padded, patched, with CUDA graphs.
+
+    python benchmarks/small_models.py pairs [--save FILE]              MiniLM-L6's shape, 128 pairs, on a GPU
+    python benchmarks/small_models.py triplets                         three forwards a step
+    python benchmarks/small_models.py pairs --model bert --rows 512    the device takes the time, not the host
+    python benchmarks/small_models.py pairs --warm-up 2000             memory over many steps
+
+MultipleNegativesRankingLoss (``cached``: CachedMultipleNegativesRankingLoss), AdamW, autocast to bf16 with float32
+weights, no dropout, random weights and words. Lengths are lognormal, with other ones in each of 64 batches. Each way
+trains a model of its own from the same weights on the same batches. First the ways run one after another: the time of
+the first 50 steps with everything that is compiled and captured there, the losses of these, and memory. Then they run
+by turns, 10 steps each: medians of wall-clock times from device sync to device sync. With ``--busy``, the profiler
+says how long the device is busy in a step. Memory is what the allocator has reserved for a way, with its model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import sentence_transformers
+import torch
+import transformers
+from by_turns import show, synchronize, wall_clock_ms
+from sentence_transformers import SentenceTransformer
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+import nt_attention as nta
+
+losses: Any = importlib.import_module("sentence_transformers.losses")  # they have other places in newer versions
+models: Any = importlib.import_module("sentence_transformers.models")
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+BATCHES = 64 if GPU else 2
+WORDS = 5000 if GPU else 50
+SHAPES: dict[str, dict[str, int]] = {
+    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "bert": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+}
+COLUMNS = {"pairs": 2, "triplets": 3, "cached": 2}  # texts in a row
+PATCHES: dict[str, dict[str, Any] | None] = {
+    "padded": None,
+    "patch": {},
+    'cuda_graphs="training"': {"cuda_graphs": "training"},
+    'cuda_graphs="auto"': {"cuda_graphs": "auto"},
+}
+
+
+@dataclass
+class Way:
+    """One way to train.
+
+    Attributes:
+        step: trains on batch number i, and returns the loss.
+        handle: of the patch.
+        first_seconds: the time of the first 50 steps.
+        losses: those of these.
+        memory: GiB, after the first 200 steps and at the end of the warm-up.
+    """
+
+    step: Callable[[int], torch.Tensor]
+    handle: Any
+    done: int = 0
+    first_seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+
+    def run(self) -> torch.Tensor:
+        self.done += 1
+        return self.step(self.done - 1)
+
+
+def save_model(folder: str, shape: str) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(WORDS))]
+    vocabulary = Path(folder) / "vocab.txt"
+    vocabulary.write_text("\n".join(words))
+    BertTokenizerFast(vocab_file=str(vocabulary)).save_pretrained(folder)
+    torch.manual_seed(0)
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    BertModel(BertConfig(vocab_size=len(words), **SHAPES[shape], **dropout)).save_pretrained(folder)
+
+
+def make_texts(rows: int, columns: int) -> list[list[list[str]]]:
+    """Batch → column → texts of 3 to 200 words."""
+    draw = random.Random(1)
+
+    def text() -> str:
+        length = max(3, min(200, int(draw.lognormvariate(3.3, 0.8))))
+        return " ".join(f"w{draw.randrange(WORDS)}" for _ in range(length))
+
+    return [[[text() for _ in range(rows)] for _ in range(columns)] for _ in range(BATCHES)]
+
+
+def make_way(folder: str, task: str, texts: list[list[list[str]]], options: dict[str, Any] | None) -> Way:
+    transformer = models.Transformer(folder, max_seq_length=256)
+    pooling = models.Pooling(transformer.get_word_embedding_dimension())
+    model = SentenceTransformer(modules=[transformer, pooling], device=DEVICE).train()
+    handle = None if options is None else nta.patch(model, **options)
+    loss_of: Any = losses.MultipleNegativesRankingLoss(model)
+    if task == "cached":
+        loss_of = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=GPU)  # as the Trainer does
+    tokenize = getattr(model, "preprocess", model.tokenize)  # its name in newer versions
+    batches = [[_on_device(tokenize(column)) for column in batch] for batch in texts]
+
+    def step(i: int) -> torch.Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            loss = loss_of([dict(features) for features in batches[i % len(batches)]], None)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Way(step, handle)
+
+
+def _on_device(features: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in features.items()}
+
+
+def reserved_gib() -> float:
+    """What the allocator holds after it has returned what it can."""
+    if not GPU:
+        return 0.0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_reserved() / 2**30
+
+
+def warm_up(make: Callable[[], Way], steps: int) -> Way:
+    """Make a way, and run its first steps. The memory of ways that exist already is not counted."""
+    gc.collect()
+    if GPU:
+        torch.cuda.empty_cache()
+    before = reserved_gib()
+    way = make()
+    synchronize()
+    began = time.perf_counter()
+    first = [way.run() for _ in range(min(50, steps))]
+    synchronize()
+    way.first_seconds = time.perf_counter() - began
+    way.losses = [float(x) for x in first]
+    for i in range(len(first), steps):
+        way.run()
+        if i == 199:
+            way.memory.append(reserved_gib() - before)
+    way.memory.append(reserved_gib() - before)
+    return way
+
+
+def busy_ms(way: Way) -> float:
+    """The time in which the device is busy in a step: the median over 6 steps, according to the profiler."""
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+            way.run()
+            torch.cuda.synchronize()
+        on_device = [e for e in profiler.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
+        times.append(sum(e.time_range.elapsed_us() for e in on_device) / 1e3)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=list(COLUMNS))
+    parser.add_argument("--model", default="minilm" if GPU else "tiny", choices=list(SHAPES))
+    parser.add_argument("--rows", type=int, default=128 if GPU else 4)
+    parser.add_argument("--ways", nargs="+", default=list(PATCHES), choices=list(PATCHES))
+    parser.add_argument("--packing", default="auto", choices=["auto", "always"])
+    parser.add_argument("--warm-up", type=int, default=200 if GPU else 6, help="steps")
+    parser.add_argument("--rounds", type=int, default=6 if GPU else 1, help="of 10 steps of each way")
+    parser.add_argument("--busy", action="store_true", help="measure how long the device is busy")
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    texts = make_texts(options.rows, COLUMNS[options.task])
+    ways: dict[str, Way] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(folder, options.model)
+        for name in options.ways:
+            patch = PATCHES[name]
+            patch = None if patch is None else {**patch, "packing": options.packing}
+            ways[name] = warm_up(partial(make_way, folder, options.task, texts, patch), options.warm_up)
+            print(f"{name}: {ways[name].first_seconds:.1f} s for the first steps", flush=True)
+            for _ in range(10):
+                ways[name].ms.append(wall_clock_ms(ways[name].run))
+            print(f"  {statistics.median(ways[name].ms):.2f} ms a step\n{ways[name].handle or ''}", flush=True)
+            ways[name].ms.clear()
+    for _ in range(options.rounds):
+        for way in ways.values():
+            way.ms += [wall_clock_ms(way.run) for _ in range(10)]
+    device = torch.cuda.get_device_name() if GPU else "CPU"
+    words = statistics.mean(len(text.split()) + 2 for batch in texts for column in batch for text in column)
+    lines = [
+        f"{device}, torch {torch.__version__}, transformers {transformers.__version__}, sentence-transformers "
+        f"{sentence_transformers.__version__}; {options.model}, {options.rows} {options.task} of "
+        f"{words:.1f} tokens a text; ms a step",
+        "",
+        "| way | median | quartiles | speedup | the device is busy for | first 50 steps, s "
+        "| loss differs by | GiB after 200 steps, at the end | graphs, captures |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    first = next(iter(ways.values()))
+    for name, way in ways.items():
+        low, middle, high = statistics.quantiles(way.ms, n=4)
+        graphs = getattr(way.handle, "graphs", None)
+        cells = [
+            f"{middle:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            f"{statistics.median(first.ms) / middle:.2f} ×",
+            f"{busy_ms(way):.2f}" if options.busy and GPU else "",
+            f"{way.first_seconds:.1f}",
+            f"{max(abs(x / y - 1) for x, y in zip(way.losses, first.losses, strict=True)):.1e}",
+            ", ".join(f"{x:.2f}" for x in way.memory),
+            "" if graphs is None else f"{len(graphs)}, {graphs.captured}",
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, way in ways.items():
+        if way.handle is not None:
+            graphs = {} if way.handle.graphs is None else way.handle.graphs.counted()
+            waits = way.handle.counts.waits
+            lines += ["", f"{name}: {dict(way.handle.calls)}; graphs {graphs}; waits {waits.waits} of {waits.calls}"]
+    show(lines, options.save)
+
+
+if __name__ == "__main__":
+    main()
