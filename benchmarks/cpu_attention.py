@@ -4,15 +4,21 @@
 
 8192 tokens in sequences of lognormal lengths, 12 heads of head dim 64. Each round runs every implementation, so that
 noise affects all alike. Times are medians over rounds. NestedTensor SDPA takes seconds and runs once.
+
+The last columns are measured while other processes keep as many CPUs busy as PyTorch has threads, as the workers of a
+data loader do. Whatever starts threads then waits until they run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -93,6 +99,20 @@ def measure(workload: Workload, repeats: int) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
+@contextlib.contextmanager
+def busy_cpus() -> Iterator[None]:
+    """Another process for each thread of PyTorch, which never rests."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(torch.get_num_threads())]
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9)
@@ -101,16 +121,23 @@ def main(argv: list[str] | None = None) -> None:
     rows = [
         "| lengths | dtype | pass | pad ratio | nt_attention ms | "
         + " | ".join(f"{n}, ms (ratio)" for n in names[1:])
-        + " |",
-        "|---" * (5 + len(names) - 1) + "|",
+        + " | beside a busy process: nt_attention ms | padded SDPA, ms (ratio) |",
+        "|---" * (5 + len(names) + 1) + "|",
     ]
     about = f"{device_name(torch.device('cpu'))}, torch {torch.__version__}; medians of {options.repeats} rounds"
     print(about, "", *rows, sep="\n", flush=True)
     for longest, dtype, backward in itertools.product((512, 64), (torch.float32, torch.bfloat16), (False, True)):
         lengths = draw_lengths(f"lognormal:{longest}", TOKENS)
-        taken = measure(Workload(lengths, dtype, backward), options.repeats)
+        workload = Workload(lengths, dtype, backward)
+        taken = measure(workload, options.repeats)
+        for each in [*ONCE, "SDPA a sequence"]:
+            workload.implementations.pop(each, None)
+        with busy_cpus():
+            busy = measure(workload, options.repeats)
         ours = taken["nt_attention"]
         cells = [f"{taken[n]:.1f} ({taken[n] / ours:.2f} ×)" if n in taken else "–" for n in names[1:]]
+        cells.append(f"{busy['nt_attention']:.1f}")
+        cells.append(f"{busy['padded SDPA']:.1f} ({busy['padded SDPA'] / busy['nt_attention']:.2f} ×)")
         what = [
             f"{len(lengths)} lognormal ≤ {longest}",
             str(dtype)[6:],

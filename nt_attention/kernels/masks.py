@@ -58,9 +58,13 @@ class Window(NamedTuple):
         after_left = distance >= -int(self.left)
         return after_left if self.right == math.inf else after_left & (distance <= int(self.right))
 
+    def hides_nothing(self, queries: int, keys: int, diagonal: int) -> bool:
+        """Whether all keys are visible, with query i at key position i + diagonal."""
+        return diagonal + self.right >= keys - 1 and queries - 1 + diagonal - self.left <= 0
+
     def mask(self, queries: int, keys: int, diagonal: int, device: torch.device) -> Tensor | None:
         """(L, S) bool, the visible keys, with query i at key position i + diagonal; None if all are visible."""
-        if diagonal + self.right >= keys - 1 and queries - 1 + diagonal - self.left <= 0:
+        if self.hides_nothing(queries, keys, diagonal):
             return None
         return self.visible(distances(queries, keys, diagonal, device))
 

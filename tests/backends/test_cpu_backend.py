@@ -1,6 +1,7 @@
 """The CPU backend against the float64 oracle, and how it divides a batch into kernel calls."""
 
 import gc
+import math
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -14,12 +15,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nt_attention import SequenceLayout, varlen_attention
+from nt_attention.cli.calls import draw_lengths
 from nt_attention.kernels.backends import cpu, cpu_tiles
 from nt_attention.kernels.select import SlowBackendWarning
 
 
-@sweep_product("lengths, geometry, extra", LENGTHS, GEOMETRIES, EXTRAS, strength=2)
-def test_agrees_with_the_oracle(lengths, geometry, extra):
+@sweep_product("lengths, geometry, extra, call_costs", LENGTHS, GEOMETRIES, EXTRAS, [0, 20_000, 10**9], strength=2)
+def test_agrees_with_the_oracle(monkeypatch, lengths, geometry, extra, call_costs):
+    """Tiles run in calls of their own, in groups of like lengths, or as one group."""
+    monkeypatch.setattr(cpu_tiles, "PAIRS_OF_CALL", call_costs)
     case = problem(lengths, geometry, extra)
     assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
 
@@ -77,12 +81,44 @@ def test_long_window_spans_several_tiles():
 
 @pytest.mark.parametrize("extra", ["plain", "alibi-each-gqa", "all"])
 @pytest.mark.parametrize("geometry", ["full", "causal", "both-sides"])
-def test_sequences_of_equal_length_run_in_one_kernel_call(monkeypatch, geometry, extra):
-    case = problem("self", geometry, extra, lengths=[17] * 13 + [0, 5, 0] + [17, 5] * 7, key_lengths=None)
+def test_sequences_of_like_lengths_run_in_one_kernel_call(monkeypatch, geometry, extra):
+    monkeypatch.setattr(cpu_tiles, "PAIRS_OF_CALL", 50_000)
+    case = problem("self", geometry, extra, lengths=[0, 17, 7, 16, 6] * 7 + [17, 16] * 6, key_lengths=None)
     calls = []
     monkeypatch.setattr(cpu, "_run", lambda *args, run=cpu._run, **kw: calls.append(args[0].shape) or run(*args, **kw))
     assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
-    assert sorted((shape[0], shape[2]) for shape in calls) == [(8, 5), (20, 17)]
+    assert sorted((shape[0], shape[2]) for shape in calls) == [(14, 7), (26, 17)]
+
+
+@pytest.mark.parametrize("longest", [64, 512])
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 30), ({"is_causal": True}, 30), ({"window_size": (64, 0)}, 30), ({"window_size": (64, 64)}, 40)],
+)
+def test_few_operations_start_threads(longest, options, most):
+    """While another process uses the CPUs, threads that an operation starts wait for milliseconds."""
+    lengths = draw_lengths(f"lognormal:{longest}", 8192)
+    case = Problem(lengths, None, 12, 12, 64, 64, dtype=torch.bfloat16, options={"backend": "cpu", **options})
+    layout = SequenceLayout.from_lengths(lengths)
+    varlen_attention(**case.inputs, layout=layout, **case.options)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        varlen_attention(**case.inputs, layout=layout, **case.options)
+    outer = [x for x in profile.events() if x.name in OPERATIONS and getattr(x.cpu_parent, "name", "") != x.name]
+    large = [each.name for each in outer if elements_of(each) >= 32768]  # PyTorch's grain size
+    assert len(set(lengths)) > 30
+    assert 4 < len(large) <= most, large
+
+
+def elements_of(event):
+    sizes = [math.prod(shape) for shape in event.input_shapes]
+    return sizes[3] if event.name in ("aten::index_copy_", "aten::index_add_") else max(sizes)  # of the source
+
+
+OPERATIONS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    *(f"aten::{name}" for name in ("index_select", "index_copy_", "index_add_", "copy_", "add_", "fill_", "where")),
+    *(f"aten::{name}" for name in ("bitwise_and", "bitwise_not", "masked_fill_", "any", "amax", "count_nonzero")),
+}
 
 
 def test_window_bounds_the_number_of_scores(monkeypatch):
@@ -255,7 +291,7 @@ class TestTilesOfScores:
     @pytest.fixture
     def small_tiles(self, monkeypatch):
         """Sequences of a few tokens have several tiles, and tiles of the same shape several calls."""
-        for name, value in {"MASKED_ROWS": 7, "FEW_ROWS": 2, "MOST_SCORES": 300, "MAX_GATHERED_WITH_RULES": 20}.items():
+        for name, value in {"MASKED_ROWS": 7, "FEW_ROWS": 2, "MOST_SCORES": 300, "PAIRS_OF_CALL": 9000}.items():
             monkeypatch.setattr(cpu_tiles, name, value)
 
     @pytest.mark.usefixtures("small_tiles")

@@ -11,6 +11,8 @@ Dimensions: T query tokens, S key tokens, H heads (the kernel groups them), D he
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -31,28 +33,25 @@ _run = cpu_flash_forward
 _run_backward = cpu_flash_backward
 
 
-def _has_rules(spec: AttentionSpec) -> bool:
-    """Whether `_rules` may find any."""
-    return spec.has_bias or spec.has_mods or not spec.window.is_open
-
-
 def _rules(tiles: TileGroup, call: Call, mods: SavedMods) -> ScoreRules:
     """What changes the scores of tiles (n, H, rows, keys). `bias` is (n or 1, H or 1, rows, keys) if there is one."""
     rows, keys, diagonal, is_causal = tiles.shape
-    spec, alibi_slopes, relative = call.spec, call.alibi_slopes, call.relative
+    spec, alibi_slopes, relative, visible = call.spec, call.alibi_slopes, call.relative, tiles.is_key
     if is_causal:  # the kernel applies this mask, and nothing else changes the scores
         return ScoreRules()
     # float32 also for 16-bit inputs, because 16 bits would round ALiBi
     dtype = torch.promote_types(spec.dtype, torch.float32)
     bias = None
+    if diagonal is not None and (in_window := spec.window.mask(rows, keys, diagonal, spec.device)) is not None:
+        visible = in_window if visible is None else visible & in_window
     if alibi_slopes is not None:
+        assert diagonal is not None
         slopes = alibi_slopes[tiles.sequences] if alibi_slopes.dim() == 2 else alibi_slopes[None]
         bias = alibi_bias(distances(rows, keys, diagonal, spec.device), slopes.to(dtype))
     if relative is not None:
         scores = _gather(relative, tiles).scores(_bucket(relative, tiles), dtype)
         scores = (scores if scores.dim() == 4 else scores.unsqueeze(0)).contiguous()
         bias = scores if bias is None else bias + scores
-    visible = spec.window.mask(rows, keys, diagonal, spec.device)
     if spec.mask_mod is not None:
         by_mod = mods.mask_of(tiles)
         visible = by_mod if visible is None else visible & by_mod
@@ -68,12 +67,12 @@ def _mask(rules: ScoreRules, spec: AttentionSpec, hides_keys: bool) -> tuple[Ten
     if visible is not None:
         if bias is None:
             bias = torch.zeros((), dtype=torch.promote_types(spec.dtype, torch.float32), device="cpu")
-        bias = bias.masked_fill(~visible, -torch.inf)
+        bias = bias.where(visible, -torch.inf)
         bias = bias if bias.dim() == 4 else bias[None, None]
     masked = None
     if hides_keys and bias is not None:
         masked = bias.amax(-1) == -torch.inf
-    elif visible is not None:
+    elif visible is not None and (spec.may_have_fully_masked_rows or spec.mask_mod is not None):
         masked = ~visible.any(-1)
     return bias, masked if masked is not None and bool(masked.any()) else None
 
@@ -86,20 +85,25 @@ def _hides_keys(relative: RelativeBias, spec: AttentionSpec) -> bool:
 
 def _gather(relative: RelativeBias, tiles: TileGroup) -> RelativeBias:
     """The biases of the tiles' queries (n, H, rows, N) and keys (n, H, keys, N)."""
-    return relative.map_rows(
-        lambda x: tiles.queries.gather(_heads_first(x)), lambda x: tiles.keys.gather(_heads_first(x))
-    )
+    return relative.map_rows(tiles.queries.of, tiles.keys.of)
 
 
 def _bucket(relative: RelativeBias, tiles: TileGroup) -> Tensor:
     """(rows, keys) the bucket of each pair of a tile."""
     rows, keys, diagonal, _ = tiles.shape
+    assert diagonal is not None
     return relative.bucket_of(distances(rows, keys, diagonal, relative.buckets.device))
 
 
-def _heads_first(packed: Tensor) -> Tensor:
-    """(T, H, …) to (1, H, T, …) for the kernel; a view."""
-    return packed.transpose(0, 1).unsqueeze(0)
+def _with_spare_row(like: Tensor, *, zeros: bool = False) -> Tensor:
+    """(T + 1, H, …) for `Rows.write`."""
+    return (like.new_zeros if zeros else like.new_empty)((len(like) + 1, *like.shape[1:]))
+
+
+def _without_spare_row(x: Tensor) -> Tensor:
+    """(T, H, …), and no view, because users may not change a view that comes from an autograd function."""
+    is_recorded = x.requires_grad  # outside of these functions, in a graph whose mods run outside of it
+    return x[:-1] if is_recorded else x.resize_(len(x) - 1, *x.shape[1:])
 
 
 @outside_of_graphs  # torch.compile sees it if the call has mods, and would compile it for each batch
@@ -124,20 +128,15 @@ def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tupl
 
 def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     spec = call.spec
-    out = query.new_empty(query.shape)
-    lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
+    out = _with_spare_row(query)
+    lse = out.new_empty(out.shape[:2], dtype=torch.promote_types(spec.dtype, torch.float32))
     for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
-    # heads first, see `_heads_first`
-    query, key, value = query[None].transpose(1, 2), key[None].transpose(1, 2), value[None].transpose(1, 2)
-    to_out, to_lse = out[None].transpose(1, 2), lse[None].transpose(1, 2)
     hides_keys = call.relative is not None and _hides_keys(call.relative, spec)
     seed = torch.randint(2**62, (2,), device="cpu") if spec.dropout_p else None
-    dropout, mods = Dropout.of(spec, seed), SavedMods(spec)
-    by_scores, has_rules = changes_scores(spec), _has_rules(spec)
-    for tiles in plan.calls:
-        rules = _rules(tiles, call, mods) if has_rules else ScoreRules()
-        q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
+    dropout, mods, by_scores = Dropout.of(spec, seed), SavedMods(spec), changes_scores(spec)
+    for tiles, (q, k, v) in plan.tiles([query], [key, value]):
+        rules = _rules(tiles, call, mods)
         if by_scores:
             with torch.autocast("cpu", enabled=False):
                 tiles_out, tiles_lse = cpu_scores.forward(q, k, v, spec, rules, dropout)
@@ -147,8 +146,10 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
             tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
             if masked is not None:
                 tiles_lse = tiles_lse.masked_fill(masked, -torch.inf)
-        tiles.queries.scatter(to_out, tiles_out)
-        tiles.queries.scatter(to_lse, tiles_lse)
+        tiles.queries.write(out, tiles_out)
+        tiles.queries.write(lse, tiles_lse)
+        del q, k, v  # the next tiles are gathered into the same memory
+    out, lse = _without_spare_row(out), _without_spare_row(lse).T.contiguous().T
     if not by_scores:
         _propagate_nan(out, lse, query)
     if spec.has_mods and spec.needs_grad:
@@ -157,13 +158,13 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
 
 
 def _propagate_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
-    """Write NaN to the results of queries (1, H, T, D) that contain NaN, which the kernel treats as fully masked rows.
+    """Write NaN to the results of queries (T, H, D) that contain NaN, which the kernel treats as fully masked rows.
 
     The kernel returns out 0 and lse 0 for them. Only rows with lse 0 are checked, which is rare in other rows.
     """
     if int(lse.count_nonzero()) == lse.numel():
         return
-    wrong = (lse == 0) & query[0].isnan().any(-1).transpose(0, 1)
+    wrong = (lse == 0) & query.isnan().any(-1)
     out.masked_fill_(wrong.unsqueeze(-1), torch.nan)
     lse.masked_fill_(wrong, torch.nan)
 
@@ -173,18 +174,25 @@ class BiasGradients:
 
     def __init__(self, relative: RelativeBias, dtype: torch.dtype) -> None:
         self._relative = relative
-        self.sums = relative.with_tensors([x.new_zeros(x.shape, dtype=dtype) for x in relative.tensors])
+        tensors = [x.new_zeros(x.shape, dtype=dtype) for x in relative.tensors]
+        zeros = functools.partial(_with_spare_row, zeros=True)
+        self._sums = relative.with_tensors(tensors).map_rows(zeros, zeros)
+
+    @property
+    def sums(self) -> tuple[Tensor, ...]:
+        """The gradients, when all tiles have been added."""
+        return self._sums.map_rows(_without_spare_row, _without_spare_row).tensors
 
     def add(self, tiles: TileGroup, grad_scores: Tensor) -> None:
         """Add what the gradient of the tiles' scores (n, H, rows, keys) gives."""
         biases = _gather(self._relative, tiles)
         found = biases.with_tensors(biases.gradients(_bucket(biases, tiles), grad_scores))
-        if self.sums.bias is not None and found.bias is not None:
-            self.sums.bias.add_(found.bias)
-        if self.sums.query_bias is not None and found.query_bias is not None:  # each query is in one tile
-            tiles.queries.scatter(_heads_first(self.sums.query_bias), found.query_bias)
-        if self.sums.key_bias is not None and found.key_bias is not None:
-            tiles.keys.scatter(_heads_first(self.sums.key_bias), found.key_bias, add=True)
+        if self._sums.bias is not None and found.bias is not None:
+            self._sums.bias.add_(found.bias)
+        if self._sums.query_bias is not None and found.query_bias is not None:  # each query is in one tile
+            tiles.queries.write(self._sums.query_bias, found.query_bias)
+        if self._sums.key_bias is not None and found.key_bias is not None:
+            tiles.keys.write(self._sums.key_bias, found.key_bias, add=True)
 
 
 @outside_of_graphs
@@ -194,21 +202,20 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     # Not autograd through slices, which would allocate a full gradient of zeros for each slice.
     plan = make_plan(layout, key_layout, spec)
     of_biases = BiasGradients(relative, lse.dtype) if relative is not None and spec.relative_grad else None
-    grad_query = torch.empty_like(query)
-    new_like = torch.empty_like if plan.all_keys_once else torch.zeros_like
-    grad_key, grad_value = new_like(key), new_like(value)
+    grad_query, add = _with_spare_row(query), not plan.all_keys_once
+    grad_key, grad_value = _with_spare_row(key, zeros=add), _with_spare_row(value, zeros=add)
     for rows in plan.fully_masked:
         grad_query[rows] = 0
-    grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
-    to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
+    # weights exp(score − inf) are 0, in fully masked rows and in padding
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     hides_keys = relative is not None and _hides_keys(relative, spec)
     by_scores = changes_scores(spec) or of_biases is not None
     seed, mods = (state, SavedMods(spec)) if not spec.has_mods or state is None else SavedMods.of_state(spec, state)
-    dropout, has_rules = Dropout.of(spec, seed), _has_rules(spec)
-    for tiles in plan.calls:
-        rules = _rules(tiles, call, mods) if has_rules else ScoreRules()
-        q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
-        tiles_grad, tiles_out, tiles_lse = (tiles.queries.gather(x) for x in (grad, out, lse))
+    dropout = Dropout.of(spec, seed)
+    for tiles, (tiles_grad, q, tiles_out, tiles_lse, k, v) in plan.tiles([grad, query, out, lse], [key, value]):
+        rules = _rules(tiles, call, mods)
+        if tiles.padded_queries is not None:
+            tiles_lse = tiles_lse.masked_fill(tiles.padded_queries, torch.inf)
         if by_scores:
             with torch.autocast("cpu", enabled=False):
                 dq, dk, dv, grad_scores = cpu_scores.backward(
@@ -218,16 +225,16 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
             if of_biases is not None:
                 of_biases.add(tiles, grad_scores)
         else:
-            bias, masked = _mask(rules, spec, hides_keys)
-            if masked is not None:  # the value of the kernel, with which its backward computes weights of 0
-                tiles_lse = tiles_lse.masked_fill(masked, 0.0)
+            bias, _ = _mask(rules, spec, hides_keys)
             dq, dk, dv = _run_backward(
                 tiles_grad, q, k, v, tiles_out, tiles_lse, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale
             )
-        tiles.queries.scatter(to_query, dq)
-        tiles.keys.scatter(to_key, dk, add=not plan.all_keys_once)
-        tiles.keys.scatter(to_value, dv, add=not plan.all_keys_once)
-    return (grad_query, grad_key, grad_value, *(of_biases.sums.tensors if of_biases else ()))
+        tiles.queries.write(grad_query, dq)
+        tiles.keys.write(grad_key, dk, add=add)
+        tiles.keys.write(grad_value, dv, add=add)
+        del tiles_grad, q, tiles_out, tiles_lse, k, v  # the next tiles are gathered into the same memory
+    gradients = [_without_spare_row(x) for x in (grad_query, grad_key, grad_value)]
+    return (*gradients, *(of_biases.sums if of_biases else ()))
 
 
 def _refuses(spec: AttentionSpec) -> list[str]:

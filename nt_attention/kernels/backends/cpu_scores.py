@@ -99,7 +99,7 @@ def backward(
     Args:
         grad: (n, H, rows, Dv) the gradient of `out`.
         inputs: q, k and v of the tiles, as for `forward`.
-        results: out and lse of the tiles.
+        results: out and lse of the tiles. The gradients of rows are 0 if lse is inf.
         spec, rules, dropout: As for `forward`.
     """
     (q, k, v), (out, lse) = inputs, results
@@ -110,8 +110,7 @@ def backward(
         tanh = products.tanh_()
         slope, products = 1 - tanh.square(), tanh.mul_(spec.softcap)
     scores, pull_back = _with_derivative(products, rules)
-    masked = lse == -torch.inf
-    weights = scores.sub(lse.masked_fill(masked, 0.0).unsqueeze(-1)).exp_()
+    weights = scores.sub(lse.unsqueeze(-1)).exp_()
     grad = grad.to(dtype)
     grad_scores = (_by_group(grad, groups) @ v.to(dtype).mT).view_as(weights)
     dropped = weights

@@ -3,19 +3,25 @@
 - Without a mask, or with upper left causality, which ATen's kernel supports, a tile is a sequence.
 - With any other mask, or with ALiBi or a relative bias, a tile has at most `MASKED_ROWS` queries. So the cost of a
   window is tokens × window.
+- Tiles of like shapes run in one call of the kernel, as each call starts threads, and these may have to wait for a CPU
+  that other processes use. Their rows are gathered, for several calls at once. Shorter tiles are padded at their end
+  with copies of their last row. So no row of another sequence is read, and mods get valid positions. Padded keys are
+  hidden, and results of padded queries are written to a spare row.
+- Equal tiles that follow each other, or a long tile, are a view of the packed rows.
 - If scores or masks are in memory, tiles have few scores, and so has each call of several tiles.
-- Short tiles of equal shape are gathered into one call. Each long tile runs in a call of its own, on views.
-- With keys in a pool, a long tile is a view too if its keys are in one piece. Otherwise its keys are gathered.
 
-Dimensions: T query tokens, S key tokens, H heads, n tiles of a call.
+Dimensions: T query tokens, S key tokens, H heads, n tiles of a call, P gathered rows of some calls.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,71 +29,143 @@ from ...layouts.protocol import Layout
 from ..call import AttentionSpec
 from ..mods import Positions
 
-MAX_GATHERED = 24  # rows and keys; one call of the kernel for each longer tile is faster than the copies
-MAX_GATHERED_WITH_RULES = 64  # the same for tiles with masks, biases or changed scores, which cost more for each call
+# The estimated time of a call, in pairs of a query and a key. They were measured on two threads.
+PAIRS_OF_ROW = 64  # a query or a key of the kernel
+PAIRS_OF_COPY = 64  # the same for each row that is gathered
+PAIRS_OF_CALL = 2**20  # a call of the kernel; less on an idle CPU, more on one that other processes use
+MOST_STARTS = 256  # shapes of which a group may begin with; limits the time that a plan takes
+MOST_GATHERED = 3 * 2**22  # bytes of a tensor, unless one tile has more; fresh memory for more is slow
 MASKED_ROWS = 128  # queries in a masked tile; limits the size of masks and the computed pairs outside of windows
 MOST_SCORES = 2**20  # of all heads in a call whose scores or masks are in memory, unless `FEW_ROWS` queries have more
 FEW_ROWS = 16
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
 
 class Shape(NamedTuple):
-    """The shape of a tile. Tiles of the same shape can run in one call."""
+    """The shape of a tile, or the largest numbers of rows and keys of the tiles of a call."""
 
     rows: int
     keys: int
-    diagonal: int  # query i of the tile has the position of its key i + diagonal; 0 if there is no mask
+    diagonal: int | None  # query i of the tile has the position of its key i + diagonal; None if nothing depends on it
     causal: bool  # whether the kernel applies the causal mask
+
+
+class Tile(NamedTuple):
+    """A tile as the row of a table."""
+
+    sequence: int
+    query: int  # the index of the first one in the sequence
+    key: int
+    query_row: int  # its packed row
+    key_row: int
+    rows: int
+    keys: int
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The packed rows of the n tiles of a call: gathered by index, or a view if there is one tile."""
+    """The packed rows of the n tiles of a call."""
 
-    begin: int
+    tiles: int
     length: int
-    index: Tensor | None = None  # (n·length,)
+    step: int | None  # from one tile to the next, if the tiles are a view; None if they are gathered
+    index: Tensor  # (n·length,) the packed rows
+    targets: Tensor | None  # (n·length,) the same, but the spare row for padding; None if no rows are padding or shared
 
-    def gather(self, heads_first: Tensor) -> Tensor:
-        """The tiles (n, H, length, …) of packed rows (1, H, T, …)."""
-        if self.index is None:
-            return heads_first.narrow(2, self.begin, self.length)
-        packed = heads_first[0].transpose(0, 1)
-        return packed.index_select(0, self.index).view(-1, self.length, *packed.shape[1:]).transpose(1, 2)
+    @property
+    def gathered(self) -> Tensor:
+        """The packed rows that are not a view."""
+        return self.index if self.step is None else self.index[:0]
 
-    def scatter(self, heads_first: Tensor, tiles: Tensor, *, add: bool = False) -> None:
-        """Write tiles to packed rows, or add them."""
-        if self.index is None:
-            target = heads_first.narrow(2, self.begin, self.length)
-            target.add_(tiles) if add else target.copy_(tiles)
+    def of(self, packed: Tensor, gathered: Tensor | None = None) -> Tensor:
+        """The tiles (n, H, length, …) of packed rows (T, H, …). `gathered`: the rows of them, if these are at hand."""
+        if self.step is not None:
+            return self._view(packed).transpose(1, 2)
+        rows = packed.index_select(0, self.index) if gathered is None else gathered
+        return rows.unflatten(0, (self.tiles, self.length)).transpose(1, 2)
+
+    def write(self, packed: Tensor, tiles: Tensor, *, add: bool = False) -> None:
+        """Write tiles to packed rows with a spare row (T + 1, H, …), or add them."""
+        tiles = tiles.transpose(1, 2)
+        if self.targets is None:
+            view = self._view(packed)
+            view.add_(tiles) if add else view.copy_(tiles)
         else:
-            packed, tokens = heads_first[0].transpose(0, 1), tiles.transpose(1, 2).flatten(0, 1)
-            packed.index_add_(0, self.index, tokens) if add else packed.index_copy_(0, self.index, tokens)
+            (packed.index_add_ if add else packed.index_copy_)(0, self.targets, tiles.flatten(0, 1))
+
+    def _view(self, packed: Tensor) -> Tensor:
+        assert self.step is not None
+        stride, *others = packed.stride()
+        size, strides = (self.tiles, self.length, *packed.shape[1:]), (self.step * stride, stride, *others)
+        return packed.as_strided(size, strides, packed.storage_offset() + int(self.index[0]) * stride)
 
 
 @dataclass(frozen=True)
 class TileGroup:
-    """n tiles of the same shape, which run in one call of the kernel."""
+    """n tiles of like shapes, which run in one call of the kernel."""
 
     shape: Shape
-    sequences: Tensor  # (n,)
-    first_query: Tensor  # (n,) the index in its sequence
-    first_key: Tensor  # (n,)
+    tiles: Tensor  # (n, 7) int64, the table of each `Tile`
     queries: Rows
     keys: Rows
+    padded_queries: Tensor | None  # (n, 1, rows) bool; None if there are none
+    is_key: Tensor | None  # (n, 1, 1, keys) whether a key is no padding; None if padding is hidden anyhow
+
+    @property
+    def sequences(self) -> Tensor:
+        """(n,) int64."""
+        return self.tiles[:, 0]
 
     def positions(self) -> Positions:
-        """For score_mod and mask_mod."""
-        rows, keys = (torch.arange(length, device="cpu") for length in self.shape[:2])
-        return Positions(self.sequences, self.first_query[:, None] + rows, self.first_key[:, None] + keys)
+        """For score_mod and mask_mod. Padding has the position of the last row, of which it is a copy."""
+        _, query, key, _, _, rows, keys = self.tiles[:, :, None].unbind(1)
+        queries = query + torch.arange(self.shape.rows, device="cpu").minimum(rows - 1)
+        return Positions(self.sequences, queries, key + torch.arange(self.shape.keys, device="cpu").minimum(keys - 1))
+
+
+class Side(NamedTuple):
+    """The queries or the keys of some calls."""
+
+    rows: list[Rows]
+    gathered: Tensor  # (P,) the packed rows of those that are not views
+
+    def tiles(self, packed: Tensor) -> list[Tensor]:
+        """The tiles (n, H, length, …) of each call, from packed rows (T, H, …)."""
+        pieces = packed.index_select(0, self.gathered).split([len(x.gathered) for x in self.rows])
+        return [rows.of(packed, piece) for rows, piece in zip(self.rows, pieces, strict=True)]
+
+
+class Part(NamedTuple):
+    """Some calls, for which rows are gathered at once."""
+
+    calls: list[TileGroup]
+    queries: Side
+    keys: Side
+
+    @classmethod
+    def of(cls, calls: list[TileGroup]) -> Part:
+        sides = [x.queries for x in calls], [x.keys for x in calls]
+        return cls(calls, *(Side(rows, torch.cat([x.gathered for x in rows])) for rows in sides))
+
+    def tiles(self, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[TileGroup, tuple[Tensor, ...]]]:
+        """See `TilePlan.tiles`."""
+        tensors = [self.queries.tiles(x) for x in queries] + [self.keys.tiles(x) for x in keys]
+        return zip(self.calls, zip(*tensors, strict=True), strict=True)
 
 
 @dataclass(frozen=True)
 class TilePlan:
     """The calls of the kernel for one batch and mask."""
 
-    calls: list[TileGroup]
+    parts: list[Part]
     fully_masked: list[slice]  # rows that see no key
     all_keys_once: bool  # whether every key is in exactly one tile, so that gradients are written, not added
+
+    def tiles(self, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[TileGroup, tuple[Tensor, ...]]]:
+        """Each call with its tiles (n, H, length, …) of packed tensors (T, H, …) of queries and of keys."""
+        for part in self.parts:
+            yield from part.tiles(queries, keys)
 
 
 @dataclass(frozen=True)
@@ -104,21 +182,68 @@ class Tiling:
         without_mods = replace(spec, score_mod=None, mask_mod=None) if spec.has_mods else spec
         return cls(without_mods, few_scores, not (few_scores or spec.has_bias))
 
+    @property
+    def most_gathered(self) -> int:
+        """How many rows `MOST_GATHERED` bytes are."""
+        return MOST_GATHERED // (self.spec.num_heads * self.spec.head_dim * self.spec.dtype.itemsize)
+
     def rows(self, keys: int) -> int:
         """The queries of a tile with this many keys."""
         if not self.few_scores:
             return MASKED_ROWS
         return max(FEW_ROWS, min(MASKED_ROWS, MOST_SCORES // max(1, keys * self.spec.num_heads)))
 
-    def batches(self, shape: Shape, group: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        """The tiles of each call."""
-        is_plain = self.whole and (shape.causal or self.spec.window.is_open)
-        if max(shape.rows, shape.keys) > (MAX_GATHERED if is_plain else MAX_GATHERED_WITH_RULES):
-            return [[tile] for tile in group]
-        if not self.few_scores:
-            return [group]
-        most = max(1, MOST_SCORES // (shape.rows * shape.keys * self.spec.num_heads))
-        return [group[at : at + most] for at in range(0, len(group), most)]
+    @property
+    def price(self) -> int:
+        """A call in pairs. That of the backward starts threads several times, and both have the same plan."""
+        return PAIRS_OF_CALL * (2 if self.spec.needs_grad else 1)
+
+    def groups(self, tiles: Ints, key_rows: Ints) -> Iterator[Ints]:
+        """The indices of the tiles (n, 7) of each call. `key_rows`: (n,) the row of the first key in memory."""
+        rows, keys, heads = tiles[:, 5], tiles[:, 6], self.spec.num_heads
+        # runs of equal tiles that follow each other are views of the packed rows
+        steps = np.diff(key_rows)
+        follows = (np.diff(tiles[:, 5:], axis=0) == 0).all(1) & (np.diff(tiles[:, 3]) == rows[1:])
+        follows &= (steps == rows[1:]) | (steps == keys[1:])
+        loose = []
+        for run in np.split(np.arange(len(tiles)), np.flatnonzero(~follows) + 1):
+            copied = heads * PAIRS_OF_COPY * int((rows + keys)[run].sum())
+            if copied >= self.price:
+                yield from self._few(run, int(rows[run[0]]), int(keys[run[0]]))
+            else:
+                loose.append(run)
+        if loose:
+            index = np.concatenate(loose)
+            for group in self._like(rows[index], keys[index]):
+                members = np.sort(index[group])
+                yield from self._few(members, int(rows[members].max()), int(keys[members].max()))
+
+    def _few(self, members: Ints, rows: int, keys: int) -> list[Ints]:
+        """These tiles in calls of at most `MOST_SCORES`, if that is needed."""
+        most = max(1, MOST_SCORES // (rows * keys * self.spec.num_heads)) if self.few_scores else len(members)
+        return [members[at : at + most] for at in range(0, len(members), most)]
+
+    def _like(self, rows: Ints, keys: Ints) -> Iterator[Ints]:
+        """Groups of tiles with these numbers of rows and keys (n,) that take the least time together."""
+        order = np.lexsort((rows, keys))
+        rows, keys = rows[order], keys[order]
+        begins = np.flatnonzero(np.diff(rows, prepend=-1) | np.diff(keys, prepend=-1))
+        begins = begins[:: -(-len(begins) // MOST_STARTS)]
+        ends = np.append(begins[1:], len(order))
+        # a bias is shared by all tiles of a call, unless a mask that hides padding differs between them
+        masks_bias = self.spec.has_bias and self.spec.window.right == math.inf
+        least, first = np.append(0.0, np.full(len(begins), np.inf)), np.zeros(len(begins) + 1, np.int64)
+        for i, begin in enumerate(begins):
+            most_rows, most_keys = np.maximum.accumulate(rows[begin:])[ends[i:] - begin - 1], keys[ends[i:] - 1]
+            pairs = most_rows * most_keys * np.where(masks_bias & (most_keys > keys[begin]), 2, 1)
+            tile = pairs + (PAIRS_OF_ROW + PAIRS_OF_COPY) * (most_rows + most_keys)
+            total = least[i] + self.price + (ends[i:] - begin) * self.spec.num_heads * tile
+            better = total < least[i + 1 :]
+            least[i + 1 :][better], first[i + 1 :][better] = total[better], i
+        at = len(begins)
+        while at:
+            yield order[begins[first[at]] : ends[at - 1]]
+            at = int(first[at])
 
 
 def changes_scores(spec: AttentionSpec) -> bool:
@@ -135,40 +260,71 @@ def make_plan(layout: Layout, key_layout: Layout, spec: AttentionSpec) -> TilePl
 def uncached_plan(layout: Layout, key_layout: Layout, tiling: Tiling, pool_rows: Tensor | None = None) -> TilePlan:
     """`pool_rows`: (S,) the row of each key, if keys are not packed."""
     starts, key_starts = layout.host.tolist(), key_layout.host.tolist()
-    groups: dict[Shape, list[tuple[int, ...]]] = defaultdict(list)
+    classes: dict[tuple[int | None, bool], list[Tile]] = defaultdict(list)
     fully_masked: list[slice] = []
     keys_used, most_tiles = 0, 0
     for b in range(layout.batch_size):
         begin, key_begin = starts[b], key_starts[b]
         tiles = _tiles(starts[b + 1] - begin, key_starts[b + 1] - key_begin, tiling)
         most_tiles = max(most_tiles, len(tiles))
-        for query, key, shape in tiles:
-            if shape.keys:
-                groups[shape].append((b, query, key, begin + query, key_begin + key))
-                keys_used += shape.keys
+        for query, key, (rows, keys, diagonal, causal) in tiles:
+            if keys:
+                tile = Tile(b, query, key, begin + query, key_begin + key, rows, keys)
+                classes[diagonal, causal].append(tile)
+                keys_used += keys
             else:
-                fully_masked.append(slice(begin + query, begin + query + shape.rows))
+                fully_masked.append(slice(begin + query, begin + query + rows))
+    pool = None if pool_rows is None else pool_rows.numpy()
     calls = []
-    for shape, group in groups.items():
-        for batch in tiling.batches(shape, group):
-            sequences, first, first_key, begins, key_begins = torch.tensor(batch, device="cpu").unbind(1)
-            keys = _rows(key_begins, shape.keys)
-            keys = keys if pool_rows is None else _rows_in_pool(keys, pool_rows)
-            calls.append(TileGroup(shape, sequences, first, first_key, _rows(begins, shape.rows), keys))
-    return TilePlan(calls, fully_masked, most_tiles <= 1 and keys_used == key_layout.total)
+    for (diagonal, causal), members in classes.items():
+        table = np.array(members, np.int64)
+        for group in tiling.groups(table, table[:, 4] if pool is None else pool[table[:, 4]]):
+            rows, keys = table[group, 5], table[group, 6]
+            shape = Shape(int(rows.max()), int(keys.max()), diagonal, causal)
+            hidden = diagonal is not None and (rows + diagonal + tiling.spec.window.right <= keys).all()
+            of_queries, is_query = _rows(table[group, 3], rows, starts[-1])
+            of_keys, is_key = _rows(table[group, 4], keys, key_starts[-1], pool)
+            padded = None if is_query.all() else torch.from_numpy(~is_query)[:, None]
+            shown = None if hidden or is_key.all() else torch.from_numpy(is_key)[:, None, None]
+            calls.append(TileGroup(shape, torch.from_numpy(table[group]), of_queries, of_keys, padded, shown))
+    parts = [Part.of(part) for part in _parts(calls, tiling.most_gathered)]
+    return TilePlan(parts, fully_masked, most_tiles <= 1 and keys_used == key_layout.total)
 
 
-def _rows(begins: Tensor, length: int) -> Rows:
-    index = (begins[:, None] + torch.arange(length, device="cpu")).flatten() if len(begins) > 1 else None
-    return Rows(int(begins[0]), length, index)
+def _parts(calls: list[TileGroup], most: int) -> Iterator[list[TileGroup]]:
+    """Calls in a row that gather at most so many rows, or one that gathers more."""
+    part: list[TileGroup] = []
+    count = 0
+    for call in calls:
+        size = max(len(call.queries.gathered), len(call.keys.gathered))
+        if part and count + size > most:
+            yield part
+            part, count = [], 0
+        part.append(call)
+        count += size
+    if part:
+        yield part
 
 
-def _rows_in_pool(keys: Rows, pool_rows: Tensor) -> Rows:
-    """The rows in a pool of packed keys, whose rows in the pool are `pool_rows` (S,)."""
-    index = pool_rows.narrow(0, keys.begin, keys.length) if keys.index is None else pool_rows[keys.index]
-    if keys.index is None and bool((index.diff() == 1).all()):
-        return Rows(int(index[0]), keys.length)
-    return Rows(0, keys.length, index)
+def _rows(begins: Ints, lengths: Ints, spare: int, pool: Ints | None = None) -> tuple[Rows, np.ndarray[Any, Any]]:
+    """The rows of tiles that begin at these packed rows, and (n, length) bool, which of them are no padding."""
+    length = int(lengths.max())
+    is_row = np.arange(length) < lengths[:, None]
+    rows = begins[:, None] + np.minimum(np.arange(length), lengths[:, None] - 1)
+    rows = rows if pool is None else pool[rows]
+    step = _step(rows) if is_row.all() else None
+    targets = None
+    if step is None or step < length:
+        targets = torch.from_numpy(np.where(is_row, rows, spare).ravel())
+    return Rows(len(begins), length, step, torch.from_numpy(rows.ravel()), targets), is_row
+
+
+def _step(rows: Ints) -> int | None:
+    """From one tile to the next, if rows (n, length) follow each other in each tile, and tiles at equal distances."""
+    steps = np.diff(rows[:, 0])
+    if (np.diff(rows) != 1).any() or (steps != steps[:1]).any() or (steps < 1).any():
+        return None
+    return int(steps[0]) if len(steps) else rows.shape[1]
 
 
 def _tiles(queries: int, keys: int, tiling: Tiling) -> list[tuple[int, int, Shape]]:
@@ -178,14 +334,17 @@ def _tiles(queries: int, keys: int, tiling: Tiling) -> list[tuple[int, int, Shap
     spec = tiling.spec
     shift = spec.shift(queries, keys)
     # the kernel masks before it scales, so a scale of 0 or less turns −inf into NaN or inf
-    kernel_causal = spec.window.is_causal and shift == 0 and spec.has_positive_scale
+    kernel_causal = spec.window.is_causal and shift == 0 and spec.has_positive_scale and queries <= keys
     if not keys or (tiling.whole and (spec.window.is_open or kernel_causal)):
-        return [(0, 0, Shape(queries, keys, 0, causal=not spec.window.is_open))]
+        is_open = spec.window.is_open
+        return [(0, 0, Shape(queries, keys, None if is_open else 0, causal=not is_open))]
     left, right = spec.window
     tiles, most_rows = [], tiling.rows(int(min(keys, left + right + MASKED_ROWS)))
     for first in range(0, queries, most_rows):
         rows = min(most_rows, queries - first)
         low = int(max(0, min(keys, first + shift - left)))
         high = int(max(low, min(keys, first + rows + shift + right)))
-        tiles.append((first, low, Shape(rows, high - low, first + shift - low, causal=False)))
+        diagonal = first + shift - low
+        nothing = not spec.has_bias and spec.window.hides_nothing(rows, high - low, diagonal)
+        tiles.append((first, low, Shape(rows, high - low, None if nothing else diagonal, causal=False)))
     return tiles
