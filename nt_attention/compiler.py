@@ -118,9 +118,11 @@ def is_traced(tensor: object) -> bool:
 
 
 @inline_only
-def can_be_read(tensor: Tensor) -> bool:
+def can_be_read(*tensors: Tensor | None) -> bool:
     """Whether the host can read the values. It can't while tracing, on the meta device, or in function transforms."""
-    return not (is_traced(tensor) or is_jit_tracing() or tensor.is_meta or is_transformed())
+    if is_tracing() or is_jit_tracing() or is_transformed():
+        return False
+    return not any(x is not None and (isinstance(x, (FakeTensor, Proxy)) or x.is_meta) for x in tensors)
 
 
 EAGER, OBSERVED, TRACED = "eager", "observed", "traced"  # see `call_mode`
@@ -216,6 +218,17 @@ def refuse_tracers() -> None:
             f"{'torch.jit.trace' if is_jit_tracing() else 'make_fx'} keeps the lengths of its example inputs as "
             "constants, so other lengths would give wrong results: use torch.export or torch.compile."
         )
+
+
+@inline_only
+def enters_graph() -> bool:
+    """`is_compiling`, after `refuse_tracers`: whether NestedTensors that are taken apart become a part of a graph."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if is_jit_tracing() or (count_dispatch_modes() > 0 and proxy_mode() is not None) or is_dispatched(PRE_DISPATCH):
+        refuse_tracers()
+        return torch.compiler.is_exporting()
+    return False
 
 
 @inline_only

@@ -331,20 +331,16 @@ def plan_arguments(
         except TypeError:  # an option can't be a part of a cache key, so it is wrong
             spec, choice, prepared = check()
     has_biases = slopes is not None or relative is not None
-    if mode != TRACED and (has_biases or is_paged or not _fit(tensors, layout, key_layout)):
-        _check_tensors_of_call(arguments, slopes)  # what is not in the cache key
+    if mode != TRACED:  # check what is not in the cache key; as many rows as tokens need no check
+        is_odd = has_biases or is_paged or query.shape[0] != layout.total
+        if is_odd or not key.shape[0] == value.shape[0] == key_layout.total:
+            _check_tensors_of_call(arguments, slopes)
     call = Call(layout, key_layout, slopes, spec, None, relative)
     if choice is None:
         return PlannedCall(tensors, call, backend, mode, rewrap)
     chosen, dims, direct = choice
     call = call._replace(head_dims=dims, prepared=None if has_biases else prepared, is_direct=direct)
     return PlannedCall(tensors, call, chosen, mode, rewrap)
-
-
-def _fit(tensors: Tensors, layout: Layout, key_layout: Layout) -> bool:
-    """Whether there are as many rows as tokens, which needs no further check."""
-    query, key, value = tensors
-    return query.shape[0] == layout.total and key.shape[0] == value.shape[0] == key_layout.total
 
 
 def _check(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> _Checked:
@@ -403,7 +399,10 @@ def _read(
             layout, key_layout = tree.segments, tree.paths
         if layout is None:
             all_options(options)  # other names than ours say what the layout should be
-        layout, key_layout = _layouts(query, layout, key_layout, mode)
+        if mode == EAGER and type(layout) is SequenceLayout and (key_layout is None or key_layout is layout):
+            key_layout = layout
+        else:
+            layout, key_layout = _layouts(query, layout, key_layout, mode)
     is_paged = isinstance(key_layout, PagedLayout)
     if mode == TRACED or is_any_autocast_enabled():
         # pools are not cast, which would copy them in each call

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compiler import is_compiling, refuse_tracers
+from ..compiler import enters_graph, is_compiling
 from ..torch_private import (
     NestedTensor,
     extremes_in_graph,
@@ -75,8 +75,7 @@ def take_apart(*, for_weights: bool = True, **named: Tensor) -> tuple[Parts, ...
         TypeError: a NestedTensor is strided in torch.compile.
         RuntimeError: torch.jit.trace or make_fx is tracing.
     """
-    refuse_tracers()
-    if is_compiling():
+    if enters_graph():
         return _unwrap_in_graph(named)
     with _no_torch_function():
         jagged = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}

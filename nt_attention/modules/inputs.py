@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler import can_be_read, is_traced, refuse_tracers
+from ..compiler import can_be_read, is_tracing, refuse_tracers
 from ..kernels.call import MaskMod, ScoreMod
-from ..layouts.known import SequenceLayout, layout_of_padding, unwrap_each
+from ..layouts.known import SequenceLayout, Unwrapped, layout_of_padding, unwrap_each
 from ..layouts.protocol import Layout, Sharded
 from ..torch_private import without_torch_function
 
@@ -70,6 +70,7 @@ class Inputs(NamedTuple):
         restore: converts outputs (T, E) or (B, L, E) to the caller's form. None if no conversion is needed.
         is_batched: False for an unbatched padded query (L, E). Its weights have no batch dimension.
         is_sharded: whether the tokens are divided over ranks.
+        in_graph: whether packed inputs become a part of a graph. This is asked once in each call, in `read_inputs`.
     """
 
     query: Tensor
@@ -81,6 +82,7 @@ class Inputs(NamedTuple):
     restore: Callable[[Tensor], Any] | None = None
     is_batched: bool = True
     is_sharded: bool = False
+    in_graph: bool = False
 
     @property
     def is_self_attention(self) -> bool:
@@ -123,12 +125,12 @@ class Inputs(NamedTuple):
     def without_rows_past_end(self) -> Inputs:
         """Replace packed rows that belong to no sequence by 0. Gradients of parameters need it: 0 · NaN is NaN."""
         assert self.layouts is not None
-
-        def fill(layout: Layout, x: Tensor) -> Tensor:
-            is_full = layout.knows_lengths and not is_traced(x) and len(x) == layout.total
-            return x if is_full else layout.fill_past_end(x, 0.0)
-
-        query, key, value = self._convert(fill, *self.layouts)
+        layout, key_layout = self.layouts
+        query, key, value = self[:3]
+        are_known = type(layout) is SequenceLayout and type(key_layout) is SequenceLayout and not self.in_graph
+        if are_known and query.shape[0] == layout.total and key.shape[0] == value.shape[0] == key_layout.total:
+            return self
+        query, key, value = self._convert(lambda each, x: each.fill_past_end(x, 0.0), layout, key_layout)
         return self._replace(query=query, key=key, value=value)
 
     def _convert(
@@ -155,8 +157,8 @@ def read_inputs(
     query: Any,
     key: Any,
     value: Any,
-    layout: Layout | Any | None,
-    key_layout: Layout | Any | None,
+    layout: Any,
+    key_layout: Any,
     masks: Masks,
     need_weights: bool | None,
     embed_dims: tuple[int, int, int],
@@ -189,24 +191,28 @@ def read_inputs(
     if layout is not None and (in_lists or is_nested):
         forms = "lists of tensors" if in_lists else "NestedTensors"
         raise ValueError(f"{forms} have their own layout: leave out layout= and key_layout=.")
-    restore = None
+    packed, restore, in_graph = None, None, False
     if in_lists:
-        (query, key, value), layout, key_layout, restore = _pack_lists(query, key, value)
+        packed = _pack_lists(query, key, value)
     elif layout is None:
-        (query, key, value), layout, key_layout, restore = _pack_nested((query, key, value))
+        packed = _unwrap(query, key, value)
+        in_graph = type(packed[0].layout) is not SequenceLayout
     else:
+        in_graph = is_tracing()
         key_layout = None if key_layout is layout else key_layout
         layout = SequenceLayout.require(layout, "layout")
         key_layout = layout if key_layout is None else SequenceLayout.require(key_layout, "key_layout")
+    if packed is not None:
+        (query, layout, restore), (key, key_layout, _), (value, *_) = packed
     _check_widths((query, key, value), embed_dims, ValueError)
-    if restore is None:  # packed tensors; other forms have been checked
+    if packed is None:  # packed tensors; other forms have been checked
         _check_packed(query, key, value)
         layout.check_rows(query, "query")
         if key is not query or value is not query or key_layout is not layout:
             key_layout.check_keys(key, value)
     need_weights = bool(need_weights)
     masks = masks if masks.attn_mask is None else masks.without_hint(need_weights)
-    return Inputs(query, key, value, masks, need_weights, (layout, key_layout), restore)
+    return Inputs(query, key, value, masks, need_weights, (layout, key_layout), restore, in_graph=in_graph)
 
 
 def _from_sharded(
@@ -302,10 +308,7 @@ def _check_widths(tensors: _Tensors, embed_dims: tuple[int, int, int], error: ty
             raise error(f"{_NAMES[i]} must have {width} features in its last dimension, got {tuple(shape)}.")
 
 
-_Packed = tuple[_Tensors, Layout, Layout, Callable[[Tensor], Any]]
-
-
-def _pack_nested(tensors: _Tensors) -> _Packed:
+def _unwrap(*tensors: Tensor) -> tuple[Unwrapped, ...]:
     with without_torch_function():
         are_nested = tensors[0].is_nested, tensors[1].is_nested, tensors[2].is_nested
     if not all(are_nested):
@@ -322,10 +325,10 @@ def _pack_nested(tensors: _Tensors) -> _Packed:
             )
     if k.layout is not v.layout:
         _check_values(k.layout, v.layout)
-    return (q.values, k.values, v.values), q.layout, k.layout, q.rewrap
+    return q, k, v
 
 
-def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[Tensor]) -> _Packed:
+def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Unwrapped, ...]:
     packed: dict[int, tuple[Tensor, Layout]] = {}
     for name, xs in zip(_NAMES, (query, key, value), strict=True):
         fits = isinstance(xs, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 2 for x in xs)
@@ -347,7 +350,8 @@ def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
     key_layout = layout if layout.same_lengths(key_layout) else key_layout
     bounds = layout.host.tolist()
     # Not split(), because its outputs can't be changed in place.
-    return (q, k, v), layout, key_layout, lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]
+    split: Any = lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]  # noqa: E731
+    return Unwrapped(q, layout, split), Unwrapped(k, key_layout, split), Unwrapped(v, key_layout, split)
 
 
 def _check_values(key_layout: Layout, value_layout: Layout) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,13 @@ from ..kernels.other_names import unexpected_argument
 from ..kernels.select import check_backend_name
 from ..layouts.protocol import Layout, Sharded
 from ..patching.forwards import CONTEXT_PARALLEL, is_context_parallel
-from ..torch_private import PARAMETERS, children_of, parameters_of
+from ..torch_private import PARAMETERS, forward_hooks_of, parameters_of
 from . import graphs
 from .config import AttentionConfig
 from .inputs import Inputs, Masks, read_inputs
 from .packed_attention import packed_attention
 from .padded_attention import padded_attention
 from .rotary import Rotary, Rotation
-from .stock_attention import reads_weight_only, stock_attention
 
 NEEDS_WEIGHTS = "need_weights is not False"
 TensorOrList = TypeVar("TensorOrList", Tensor, Sequence[Tensor])
@@ -46,28 +45,6 @@ STOCK_OPTIONS = {
     **dict.fromkeys(("sinks", "q_norm", "k_norm", "rotation")),
 }
 _CHECKED = {*_SCORE_OPTIONS, "alibi", "backend", "dropout", "add_zero_attn"}
-
-
-class Patched(NamedTuple):
-    """What `patch` sets in a `VarlenMultiheadAttention` that replaces an `nn.MultiheadAttention`.
-
-    A padded batch that is not packed then runs as `nn.MultiheadAttention` would run it. A `key_padding_mask` of 0 and
-    −inf is packed too: PyTorch's layers convert boolean masks to such numbers.
-
-    Attributes:
-        need_weights: what `need_weights=None` means for padded batches.
-        padded_because: why it does not pack padded batches by itself, or None.
-        report: called for each padded batch with a key_padding_mask: with the reason why it is not packed, or None.
-    """
-
-    need_weights: bool
-    padded_because: str | None
-    report: Callable[[str | None], None] | None = None
-
-    def record(self, reason: str | None) -> None:
-        """Report a padded batch with a key_padding_mask."""
-        if self.report is not None:
-            self.report(reason)
 
 
 class VarlenMultiheadAttention(nn.MultiheadAttention):
@@ -118,8 +95,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     rotation: Rotation | None
     out_proj: NonDynamicallyQuantizableLinear
     sinks: nn.Parameter | None
-    # What `patch` has set, if it has put this module in the place of an nn.MultiheadAttention.
-    patched: Patched | None = None
+    # Whether padding masks of 0 and −inf are packed too, and not only boolean ones.
+    _packs_float_masks = False
     # The CUDA graphs of packed calls; None without them. Set by `patch` and by `cuda_graphs=`.
     graphs: CapturedCalls | None = None
 
@@ -243,10 +220,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         """
         if self.in_proj_weight is None or is_compiling() or self._adds_keys or "forward" in self.__dict__:
             return False
-        return type(self).forward is VarlenMultiheadAttention.forward and self._is_in_its_weights
+        return type(self).forward is type(self)._own_forward and self.is_in_its_weights
 
     @property
-    def _is_in_its_weights(self) -> bool:
+    def is_in_its_weights(self) -> bool:
         """Whether nn.MultiheadAttention, which only reads the weights of `out_proj`, computes the same."""
         return self.is_stock and self.backend == "auto" and reads_weight_only(self.out_proj)
 
@@ -401,46 +378,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         """
         if unknown:
             raise _unexpected_argument(unknown, in_call=True)
-        if layout is None and key_layout is not None:
-            raise ValueError("key_layout is for packed keys, and packed queries need layout= too: pass both layouts.")
-        if (mask_mod or score_mod) and self._adds_keys:
-            raise ValueError(
-                "mask_mod and score_mod can't be used with add_bias_kv or add_zero_attn, whose keys have no position."
-            )
-        if (patched := self.patched) is not None:
-            need_weights = False if need_weights is None and not patched.need_weights else need_weights
-            options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            is_plain = layout is None and not (mask_mod or score_mod)
-            results = self._as_before_patch(patched, None, query, key, value, *options) if is_plain else None
-            if results is not None:
-                return results
         masks = Masks(is_causal, key_padding_mask, attn_mask, mask_mod, score_mod)
-        embed_dims = self.embed_dim, self.kdim, self.vdim
-        inputs = read_inputs(
-            query, key, value, layout, key_layout, masks, need_weights, embed_dims, self.num_heads, self.batch_first
-        )
-        if inputs.is_sharded:
-            self._check_sharded()
-        reason, is_padded = self._why_padded(inputs), inputs.layouts is None
-        if reason is None and is_padded:
-            if (packed := inputs.pack()) is not None:
-                inputs = packed
-            else:
-                reason = _OTHER_VALUES
-                if patched is not None:
-                    results = self._as_before_patch(patched, reason, query, key, value, *options)
-                    if results is not None:
-                        return results
-        if patched is not None and is_padded and key_padding_mask is not None:
-            patched.record(reason)
-        if inputs.layouts is not None and torch.is_grad_enabled() and not inputs.is_sharded:
-            inputs = inputs.without_rows_past_end()
-        if reason is None:
-            out = None if self.graphs is None or is_compiling() else self._run_as_graph(self.graphs, inputs)
-            if out is not None:
-                return inputs.convert_back(out, None, average_attn_weights)
-        out, weights = self._attend(inputs, padded_attention if reason else packed_attention)
-        return inputs.convert_back(out, weights, average_attn_weights)
+        inputs, reason = self.read(query, key, value, layout, key_layout, masks, need_weights)
+        return self.compute(inputs, reason, average_attn_weights)
+
+    _own_forward: ClassVar[Any] = forward
 
     if TYPE_CHECKING:  # that of nn.Module takes and returns anything
 
@@ -461,12 +403,52 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             score_mod: ScoreMod | None = None,
         ) -> tuple[TensorOrList, Tensor | None]: ...
 
+    def read(
+        self, query: Any, key: Any, value: Any, layout: Any, key_layout: Any, masks: Masks, need_weights: bool | None
+    ) -> tuple[Inputs, str | None]:
+        """Check the arguments of a call and pack them. Also why every score is computed, or None if none is in vain."""
+        if layout is None and key_layout is not None:
+            raise ValueError("key_layout is for packed keys, and packed queries need layout= too: pass both layouts.")
+        if (masks.mask_mod or masks.score_mod) and self._adds_keys:
+            raise ValueError(
+                "mask_mod and score_mod can't be used with add_bias_kv or add_zero_attn, whose keys have no position."
+            )
+        embed_dims = self.embed_dim, self.kdim, self.vdim
+        inputs = read_inputs(
+            query, key, value, layout, key_layout, masks, need_weights, embed_dims, self.num_heads, self.batch_first
+        )
+        if inputs.is_sharded:
+            self._check_sharded()
+        reason = self._why_padded(inputs)
+        if reason is None and inputs.layouts is None:
+            packed = inputs.pack()
+            return (inputs, _OTHER_VALUES) if packed is None else (packed, None)
+        return inputs, reason
+
+    def compute(self, inputs: Inputs, reason: str | None, average_attn_weights: bool) -> tuple[Any, Tensor | None]:
+        """Outputs in the form of the caller, and weights or None. The arguments are those that `read` returns."""
+        if inputs.layouts is not None and torch.is_grad_enabled() and not inputs.is_sharded:
+            inputs = inputs.without_rows_past_end()
+        if reason is None and self.graphs is not None and not is_compiling():
+            out = self._run_as_graph(self.graphs, inputs)
+            if out is not None:
+                return inputs.convert_back(out, None, average_attn_weights)
+        out, weights = self._attend(inputs, padded_attention if reason else packed_attention)
+        return inputs.convert_back(out, weights, average_attn_weights)
+
     def _attend(
         self, inputs: Inputs, attention: Callable[..., tuple[Tensor, Tensor | None]]
     ) -> tuple[Tensor, Tensor | None]:
         """Outputs (…, E), and weights or None."""
         q, k, v = self._project(inputs)
-        out, weights = attention(q, k, v, inputs, self._config())
+        options = {
+            **{"window_size": self.window_size, "softcap": self.softcap, "scale": self.scale, "sinks": self.sinks},
+            "alibi_slopes": alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None,
+            **{"dropout_p": self.dropout if self.training else 0.0, "backend": self.backend},
+        }
+        bias_k = self.bias_k
+        config = AttentionConfig(options, bias_k, None if bias_k is None else self.bias_v, self.add_zero_attn)
+        out, weights = attention(q, k, v, inputs, config)
         return self.out_proj(out.flatten(-2)), weights
 
     def _run_as_graph(self, captured: CapturedCalls, inputs: Inputs) -> Tensor | None:
@@ -502,77 +484,32 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             if is_used:
                 raise ValueError(f"{option} is not supported with a ShardedLayout: {instead}.")
 
-    def _as_before_patch(
-        self,
-        patched: Patched,
-        reason: str | None,
-        query: Any,
-        key: Any,
-        value: Any,
-        key_padding_mask: Tensor | None,
-        need_weights: bool | None,
-        attn_mask: Any,
-        average_attn_weights: bool,
-        is_causal: bool,
-    ) -> tuple[Any, Tensor | None] | None:
-        """The outputs and weights of nn.MultiheadAttention for a padded batch that is not packed.
-
-        `reason` is why, if the caller knows it already. The result is None for other inputs, and for what
-        nn.MultiheadAttention does not support.
-        """
-        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-            return None
-        if query.is_nested or key.is_nested or value.is_nested or (is_causal and attn_mask is None):
-            return None
-        reason = reason or patched.padded_because
-        if reason is None:
-            reason = self._why_all_scores(query, key_padding_mask, attn_mask, need_weights is not False)
-        if reason is None or "parametrizations" in children_of(self) or not self._is_in_its_weights:
-            return None
-        if key_padding_mask is not None:
-            patched.record(reason)
-        options = key_padding_mask, need_weights is not False, attn_mask, average_attn_weights, is_causal
-        return stock_attention(self, query, key, value, *options)
-
     def _why_padded(self, inputs: Inputs) -> str | None:
         """Why every score of the padded batch is computed, or None if the call runs on packed tensors."""
-        masks, is_ragged = inputs.masks, inputs.layouts is not None
-        padding = masks.key_padding_mask
-        reason = self._why_all_scores(inputs.query, padding, masks.attn_mask, inputs.need_weights, is_ragged)
-        if reason is not None or is_ragged:
-            return reason
-        uses_positions = masks.is_causal or self.alibi or self.rotation is not None
-        # In cross-attention the mask removes padding from keys only, so positions of queries and keys would not match.
-        uses_positions = uses_positions or tuple(self.window_size) != (-1, -1)
-        is_not_packed = uses_positions and padding is not None and not inputs.is_self_attention
-        return "it is cross-attention that uses positions" if is_not_packed else None
-
-    def _why_all_scores(
-        self,
-        query: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Any,
-        need_weights: bool,
-        is_ragged: bool = False,
-    ) -> str | None:
-        """Why every score of a call is computed, for reasons that do not depend on positions, or None."""
-        if need_weights:
+        masks = inputs.masks
+        if inputs.need_weights:
             return NEEDS_WEIGHTS
-        if attn_mask is not None:
+        if masks.attn_mask is not None:
             return "it has an attn_mask"
         if self.dropout == 1 and self.training:
             return "kernels do not support a dropout of 1"
-        if is_ragged:
+        if inputs.layouts is not None:
             return None
         if is_context_parallel():
             return CONTEXT_PARALLEL
-        if not (can_be_read(query) and (key_padding_mask is None or can_be_read(key_padding_mask))):
+        padding = masks.key_padding_mask
+        if not can_be_read(inputs.query, padding):
             return "its values can't be read here"
-        if key_padding_mask is None:
+        if padding is None:
             return "it has no padding" if self.backend == "auto" and self.is_stock else None
-        if key_padding_mask.dtype != torch.bool and self.patched is None:
+        if padding.dtype != torch.bool and not self._packs_float_masks:
             return "key_padding_mask is not boolean"
-        return "key_padding_mask needs a gradient" if key_padding_mask.requires_grad else None
+        if padding.requires_grad:
+            return "key_padding_mask needs a gradient"
+        uses_positions = masks.is_causal or self.alibi or self.rotation is not None
+        # In cross-attention the mask removes padding from keys only, so positions of queries and keys would not match.
+        uses_positions = uses_positions or tuple(self.window_size) != (-1, -1)
+        return "it is cross-attention that uses positions" if uses_positions and not inputs.is_self_attention else None
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (…, E) → q (…, H, D), k and v (…, G, D). In self-attention they are views of one matrix product."""
@@ -580,7 +517,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         weight, bias = self.in_proj_weight, self.in_proj_bias
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         if weight is not None and key is query and value is query:
-            qkv = _linear(query, weight, bias)
+            is_plain = bias is None or bias.dtype == weight.dtype
+            qkv = F.linear(query, weight, bias) if is_plain else _linear(query, weight, bias)
             q, k, v = qkv.view(*query.shape[:-1], sum(heads), self.head_dim).split(heads, -2)
         else:
             q_dim, kv_dim, _ = widths = [n * self.head_dim for n in heads]
@@ -597,17 +535,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotation is not None:
             positions, key_positions = inputs.positions
-            q, k = self.rotation.rotate(q, positions), self.rotation.rotate(k, key_positions)
+            q = self.rotation.rotate(q, positions, inputs.in_graph)
+            k = self.rotation.rotate(k, key_positions, inputs.in_graph)
         return q, k, v
-
-    def _config(self) -> AttentionConfig:
-        bias_k = self.bias_k
-        options = {
-            **{"window_size": self.window_size, "softcap": self.softcap, "scale": self.scale, "sinks": self.sinks},
-            "alibi_slopes": alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None,
-            **{"dropout_p": self.dropout if self.training else 0.0, "backend": self.backend},
-        }
-        return AttentionConfig(options, bias_k, None if bias_k is None else self.bias_v, self.add_zero_attn)
 
     @property
     def _adds_keys(self) -> bool:
@@ -638,6 +568,12 @@ def _unexpected_argument(unknown: Collection[str], *, in_call: bool) -> TypeErro
     call = "VarlenMultiheadAttention.forward()", signature(VarlenMultiheadAttention.forward).parameters
     (name, known), other = (call, constructor) if in_call else (constructor, call)
     return unexpected_argument(name, unknown, known, *other)
+
+
+def reads_weight_only(linear: nn.Module) -> bool:
+    """Whether a call of `linear` gives what its weight and bias say, so that code may read them and not call it."""
+    is_linear = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
+    return is_linear and not (any(forward_hooks_of(linear)) or "forward" in linear.__dict__)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..compiler import is_traced, is_tracing
+from ..compiler import is_traced
 from ..layouts.known import SequenceLayout
 from ..layouts.protocol import Layout, Sharded
 from ..layouts.reading import creating_cached_tensors
@@ -106,16 +106,16 @@ class Rotation:
         angles = (positions.to(torch.float64).unsqueeze(-1) * frequencies).unsqueeze(-2)
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
-    def rotate(self, x: Tensor, positions: Layout | Any) -> Tensor:
+    def rotate(self, x: Tensor, positions: Layout | Any, in_graph: bool = False) -> Tensor:
         """Rotate packed `x` (N, H, D) with the positions of a layout, or (B, L, H, D) with positions (B or 1, L).
 
-        The layout may be a `ShardedLayout`.
+        The layout may be a `ShardedLayout`. `in_graph` says that the call becomes a part of a graph.
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
         if isinstance(positions, Tensor):
             return rotate_pairs(x, *self.tables(positions, dtype), interleaved=self.interleaved)
-        is_sharded = isinstance(positions, Sharded)  # its cache is outside of graphs
-        if not is_sharded and (is_tracing() or not isinstance(positions, SequenceLayout)):  # the lengths are unknown
+        is_known = isinstance(positions, SequenceLayout) and not in_graph
+        if not (is_known or isinstance(positions, Sharded)):  # the cache of a sharded layout is outside of graphs
             tables = self.tables(positions.locate_rows(x.shape[0])[1], dtype)
             return rotate_pairs(x, *tables, interleaved=self.interleaved)
         layout = positions

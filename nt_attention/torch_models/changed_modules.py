@@ -8,8 +8,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
-from ..modules.multihead import VarlenMultiheadAttention
-from ..modules.stock_attention import reads_weight_only
+from ..modules.multihead import VarlenMultiheadAttention, reads_weight_only
 from ..patching.forwards import have_foreign_hooks, is_patched, replacement_of
 from ..patching.handle import PatchHandle
 from ..torch_private import children_of, has_compiled_call, inside_compiled

@@ -21,7 +21,7 @@ from ..modules.multihead import VarlenMultiheadAttention
 from ..patching.forwards import PatchedForward, active_forwards, override_forward, replacement_of
 from ..patching.handle import PatchHandle
 from ..torch_private import forward_hooks_of, relu_of_addmm
-from .attention_modules import as_varlen, attention_not_supported, swap_attention
+from .attention_modules import PatchedMultiheadAttention, as_varlen, attention_not_supported, swap_attention
 
 _Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
@@ -71,7 +71,8 @@ def layer_not_supported(layer: nn.Module, kind: LayerKind) -> str | None:
     for attention_name, attention in zip(kind.attentions, attentions, strict=True):
         if any(forward_hooks_of(attention)):
             return f"its {attention_name} has hooks, which would get packed tokens."
-        why = None if type(attention) is VarlenMultiheadAttention else attention_not_supported(attention)
+        is_ours = type(attention) in (VarlenMultiheadAttention, PatchedMultiheadAttention)
+        why = None if is_ours else attention_not_supported(attention)
         why = why or part_not_supported(f"{attention_name}.out_proj", attention.out_proj, (nn.Linear,))
         if why is not None:
             return why

@@ -1,4 +1,4 @@
-"""VarlenMultiheadAttention against nn.MultiheadAttention on dense inputs, in random configurations.
+"""VarlenMultiheadAttention against nn.MultiheadAttention on dense inputs, in random configurations and dtypes.
 
 ``check_configuration(7)`` runs configuration 7 alone. Dimensions: N sequences, L queries, S keys, E embed dim, H heads,
 D head dim.
@@ -7,6 +7,7 @@ D head dim.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from collections import Counter
@@ -17,9 +18,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from sweeps import sweep_except
+from parameters import with_random_parameters
+from sweeps import covering, sweep_except
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformer_layers import BATCH, BATCH_FIRST, EMBED, HEADS, LENGTH, double, in_mode, padding, pair
+from transformer_layers import MODES as TRAINING_MODES
 
 import nt_attention as nta
 
@@ -373,27 +377,19 @@ def test_random_configurations_give_what_nn_multihead_attention_gives(first):
 def test_random_configurations_cover_all_options():
     drawn = [Configuration.draw(i) for i in range(CONFIGURATIONS)]
     blind = [(Problem(c).merged_mask() == -torch.inf).all(-1).any().item() for c in drawn]
-    met: Counter[Any] = Counter(
-        {
-            "blind rows": sum(blind),
-            "blind rows with weights": sum(
-                b and c.need_weights is not False for b, c in zip(blind, drawn, strict=True)
-            ),
-            "blind rows on the fast path": sum(b and c.fast_path for b, c in zip(blind, drawn, strict=True)),
-            "sighted rows on the fast path": sum(c.fast_path and not b for b, c in zip(blind, drawn, strict=True)),
-            "skipped padding": sum(c.skips_padding for c in drawn),
-            "skipped padding, causal": sum(c.skips_padding and c.causal == "alone" for c in drawn),
-            "other lengths": sum(c.queries != c.keys for c in drawn),
-            "learned masks": sum(c.learned and "float" in c.padding + c.mask for c in drawn),
-            "hints without weights": sum(c.causal == "hint" and c.need_weights is False for c in drawn),
-        }
-    )
-    for field in ("batch", "heads", "sharing", "training", "mode", "need_weights", "padding", "mask", "causal"):
-        met.update((field, getattr(c, field)) for c in drawn)
-    for option in ("batch_first", "bias", "add_bias_kv", "add_zero_attn", "kdim", "vdim", "dropout"):
-        met[option] = sum(option in c.options for c in drawn)
-    rare = {what: times for what, times in met.items() if times < 20}
-    assert not rare
+    met: Counter[Any] = Counter()
+    for c, is_blind in zip(drawn, blind, strict=True):
+        met["blind rows, weights"] += is_blind and c.need_weights is not False
+        met["fast path", is_blind] += c.fast_path
+        met["skipped padding", c.causal == "alone"] += c.skips_padding
+        met["other lengths"] += c.queries != c.keys
+        met["learned masks"] += c.learned and "float" in c.padding + c.mask
+        met["hints without weights"] += c.causal == "hint" and c.need_weights is False
+        fields = ("batch", "heads", "sharing", "training", "mode", "need_weights", "padding", "mask", "causal")
+        met.update((field, getattr(c, field)) for field in fields)
+        met.update(c.options.keys())
+    assert met.keys() >= {"batch_first", "bias", "add_bias_kv", "add_zero_attn", "kdim", "vdim", "dropout"}
+    assert not {what: times for what, times in met.items() if times < 20}
 
 
 def test_float_mask_of_the_lowest_finite_number_hides_no_key():
@@ -411,7 +407,7 @@ def test_float_mask_of_the_lowest_finite_number_hides_no_key():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
 def test_random_configurations_in_float32_and_bfloat16(dtype, tolerance):
-    for number in range(0, CONFIGURATIONS, 9):
+    for number in range(0, CONFIGURATIONS, 18):
         c = dataclasses.replace(Configuration.draw(number), soft=False, open_key=0)
         if c.hides_added_keys:
             continue
@@ -428,3 +424,75 @@ def test_random_configurations_in_float32_and_bfloat16(dtype, tolerance):
             assert got[name].dtype == dtype, f"{c}: {name}"
             error, size = (got[name].double() - x.double()).norm(), x.double().norm()
             assert error <= tolerance * (size + 1), f"{c}: {name} is off by {error:.2g}, of {size:.2g}"
+
+
+@covering(
+    {
+        "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+        "mode": TRAINING_MODES,
+        "batch_first": [True, False],
+    }
+)
+def test_output_shapes_and_dtypes(batch_first, mode, dtype):
+    stock, ours = (module.to(dtype) for module in pair(batch_first=batch_first, dtype=None))
+    x, key = torch.randn(4, 4, EMBED, dtype=dtype), torch.randn(4, 4, EMBED, dtype=dtype)
+    padded = padding([4, 1, 3, 2], 4)
+    for inputs in ((x, x, x), (x, key, key)):
+        results = []
+        for module in (stock, ours):
+            with in_mode(mode, module):
+                out, weights = module(*inputs, need_weights=False)
+                hidden = module(*inputs, need_weights=False, key_padding_mask=padded)[0]
+            assert weights is None
+            assert (out.dtype, out.shape) == (hidden.dtype, hidden.shape) == (dtype, x.shape)
+            shown = slice(None) if inputs[0] is key else ~padded if batch_first else ~padded.T
+            results.append((out, hidden[shown]))
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 5e-3}[dtype]
+        torch.testing.assert_close(*results[::-1], rtol=tolerance, atol=tolerance)
+
+
+def test_device_and_dtype_arguments():
+    for made in (
+        nta.VarlenMultiheadAttention(EMBED, HEADS, add_bias_kv=True, kdim=3, device="meta", dtype=torch.float16),
+        nn.utils.skip_init(nta.VarlenMultiheadAttention, EMBED, HEADS, dtype=torch.float16).to_empty(device="meta"),
+    ):
+        assert {(p.device.type, p.dtype) for p in made.parameters()} == {("meta", torch.float16)}
+    with torch.device("meta"):
+        module = nta.VarlenMultiheadAttention(EMBED, HEADS)
+    assert {p.device.type for p in module.to_empty(device="cpu").parameters()} == {"cpu"}
+    x = torch.randn(2, 3, EMBED)
+    assert with_random_parameters(module)(x, x, x)[0].isfinite().all()
+
+
+@BATCH_FIRST
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+def test_outputs_are_contiguous_where_those_of_nn_multihead_attention_are(masked, batch_first):
+    x = double(BATCH, LENGTH, EMBED) if batch_first else double(LENGTH, BATCH, EMBED)
+    hidden = padding([5, 2, 4], LENGTH) if masked else None
+    stock, ours = (
+        module(x, x, x, need_weights=False, key_padding_mask=hidden)[0] for module in pair(batch_first=batch_first)
+    )
+    assert ours.is_contiguous() or not stock.is_contiguous()
+
+
+def test_dense_gradcheck():
+    _, ours = pair(4, 2, batch_first=True, add_bias_kv=True)
+    x, key = (double(2, 3, 4, requires_grad=True) for _ in range(2))
+    hidden = padding([3, 1], 3)
+    check = functools.partial(torch.autograd.gradcheck, fast_mode=True)
+    assert check(lambda a: ours(a, a, a), (x,))
+    assert check(lambda a: ours(a, a, a, key_padding_mask=hidden, need_weights=False)[0], (x,))
+    assert check(lambda a, b: ours(a, b, b, key_padding_mask=hidden, need_weights=False)[0], (x, key))
+    assert torch.autograd.gradgradcheck(lambda a: ours(a, a, a)[0], (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize("given", [{}, {"need_weights": True}], ids=["left out", "weights"])
+@pytest.mark.parametrize("padding", [None, torch.bool, torch.float64], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_is_causal_without_attn_mask_raises_where_weights_are_asked_for(training, padding, given):
+    """Stock raises on its slow path, and its fast path ignores is_causal."""
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    mask = None if padding is None else torch.zeros(2, 5, dtype=padding)
+    module = nta.VarlenMultiheadAttention(8, 4, batch_first=True, dtype=torch.float64).train(training)
+    with torch.set_grad_enabled(training), pytest.raises(RuntimeError, match="pass attn_mask"):
+        module(x, x, x, key_padding_mask=mask, is_causal=True, **given)

@@ -8,11 +8,11 @@ and of keys, D head dim.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import oracle
-import pytest
 import torch
 from parameters import with_random_parameters
 from rotary_reference import frequencies_of, rotated_by_complex_numbers
@@ -28,20 +28,20 @@ PAST = 3  # rows past the layout's end, one fewer for keys
 FORMS = ["jagged", "packed", "strided", "list"]
 TOLERANCE = 1e-9
 
-STOCK_OPTIONS = {
+# Rows of the tables: options of the constructor. Those that nn.MultiheadAttention has come first.
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "bias_kv": {"add_bias_kv": True},
+    "add_bias_kv": {"add_bias_kv": True},
     "both added, no bias": {"add_bias_kv": True, "add_zero_attn": True, "bias": False},
-}
-
-EXTRA_OPTIONS: dict[str, dict[str, Any]] = {
-    "num_kv_heads": {"num_kv_heads": 1},
+    "kdim, vdim": {"kdim": 22, "vdim": 26, "add_bias_kv": True},
+    "length first": {"batch_first": False, "dropout": 0.0},
+    "num_kv_heads": {"num_kv_heads": 1, "backend": "cpu"},
     "grouped heads": {"num_heads": 6, "num_kv_heads": 3, "head_dim": 7},
     "head_dim": {"head_dim": 13},
     "window_size": {"window_size": (3, 1)},
     "window after": {"window_size": (-1, 0)},
     "softcap": {"softcap": 0.7},
-    "scale": {"scale": 0.7},
+    "scale": {"scale": 0.7, "cuda_graphs": True},
     "sinks": {"sinks": True},
     "alibi": {"alibi": True},
     "rms": {"qk_norm": "rms"},
@@ -59,23 +59,18 @@ EXTRA_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "other widths": {"kdim": 22, "vdim": 26, "num_kv_heads": 1, "head_dim": 6, "rotary": Rotary()},
 }
+STOCK = [*OPTIONS][:5]
 
 
 def random_sequences(lengths: Sequence[int], width: int = EMBED, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(length, width, dtype=dtype, requires_grad=True) for length in lengths]
 
 
-def pair(
-    dtype: torch.dtype = torch.float64, **options: Any
-) -> tuple[nn.MultiheadAttention, nta.VarlenMultiheadAttention]:
-    """The stock module and ours, which share their parameters."""
-    stock = with_random_parameters(nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=dtype, **options))
-    return stock, nta.VarlenMultiheadAttention.from_torch(stock)
-
-
-def make_with_options(name: str, **more: Any) -> nta.VarlenMultiheadAttention:
-    options = {"num_heads": HEADS, "batch_first": True, "dtype": torch.float64, **EXTRA_OPTIONS[name], **more}
-    return with_random_parameters(nta.VarlenMultiheadAttention(EMBED, **options))
+def make(name: str, **more: Any) -> nta.VarlenMultiheadAttention:
+    options = {"num_heads": HEADS, "batch_first": True, "dtype": torch.float64, **OPTIONS[name], **more}
+    module = with_random_parameters(nta.VarlenMultiheadAttention(EMBED, **options))
+    module.rotary = options.get("rotary")  # for `expected`
+    return module
 
 
 def inputs_of(module: nn.MultiheadAttention, cross: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -84,10 +79,6 @@ def inputs_of(module: nn.MultiheadAttention, cross: bool) -> tuple[list[Tensor],
     if not cross and module.kdim == module.vdim == EMBED:
         return queries, queries, queries
     return queries, random_sequences(KEY_LENGTHS, module.kdim), random_sequences(KEY_LENGTHS, module.vdim)
-
-
-def as_jagged(parts: list[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
 
 def in_form(form: str, parts: list[Tensor], past: int) -> Any:
@@ -156,9 +147,10 @@ def padded_weights(weights: Sequence[Tensor], added: int) -> Tensor:
 
 
 def one_at_a_time(
-    stock: nn.MultiheadAttention, parts: Sequence[list[Tensor]], masks: Sequence[Tensor] | None = None
+    module: nta.VarlenMultiheadAttention, parts: Sequence[list[Tensor]], masks: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (T, E) and weights (B, H, L, S and the added keys) of the stock module."""
+    """Outputs (T, E) and weights (B, H, L, S and the added keys) of nn.MultiheadAttention."""
+    stock = module.to_torch()
     masks = [None] * len(parts[0]) if masks is None else masks
     found = [
         stock(q, k, v, attn_mask=mask, average_attn_weights=False) for q, k, v, mask in zip(*parts, masks, strict=True)
@@ -186,7 +178,7 @@ def rotated(x: Tensor, rotary: Rotary) -> Tensor:
     return rotated_by_complex_numbers(x, torch.arange(len(x)), frequencies, rotary.interleaved)
 
 
-def projected(module: Any, rotary: Rotary | None, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def projected(module: Any, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (L, H, D), keys (S, G, D) and values (S, G, D) of one sequence."""
     heads = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
     widths = [h * module.head_dim for h in heads]
@@ -200,7 +192,8 @@ def projected(module: Any, rotary: Rotary | None, *parts: Tensor) -> tuple[Tenso
         for x, w, b, h in zip(parts, matrices, biases, heads, strict=True)
     )
     q, k = (x if norm is None else normalized(x, norm) for x, norm in ((q, module.q_norm), (k, module.k_norm)))
-    q, k = (x if rotary is None else rotated(x, rotary) for x in (q, k))
+    if module.rotary is not None:
+        q, k = rotated(q, module.rotary), rotated(k, module.rotary)
     return q, k, v
 
 
@@ -220,7 +213,6 @@ def expected(
     masks: Sequence[Tensor] | None = None,
     *,
     is_causal: bool = False,
-    rotary: Rotary | None = None,
     mask_mod: Callable[..., Tensor] | None = None,
     score_mod: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -228,7 +220,7 @@ def expected(
     added = added_keys(module)
     outs, weights = [], []
     for b, (queries, keys, values) in enumerate(zip(*parts, strict=True)):
-        q, k, v = projected(module, rotary, queries, keys, values)
+        q, k, v = projected(module, queries, keys, values)
         own = len(k)
         if module.bias_k is not None:
             k, v = (torch.cat([x, y.view(1, *x.shape[1:])]) for x, y in ((k, module.bias_k), (v, module.bias_v)))
@@ -281,4 +273,57 @@ def crop_mask(mask: Tensor, parts: Sequence[list[Tensor]]) -> list[Tensor]:
     return [x[..., : len(q), : len(k)] for x, q, k in zip(each, parts[0], parts[1], strict=True)]
 
 
-with_and_without_weights = pytest.mark.parametrize("need_weights", [False, True], ids=["no weights", "weights"])
+def masks_for(kind: str, parts: Sequence[list[Tensor]], heads: int, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
+    """The mask to pass, and the mask of each sequence. Those of floating-point numbers need gradients."""
+    if "list" in kind:
+        masks = random_masks(parts, heads if kind == "list by head" else None, dtype)
+        if kind == "mixed list":
+            masks[::2] = random_masks(parts, heads, dtype)[::2]
+        return masks, masks
+    more = 4 if "larger" in kind else 0
+    size = [torch.empty(max(map(len, x)) + more, 0) for x in parts]
+    (mask,) = random_masks([[x] for x in size], len(parts[0]) * heads if "each head" in kind else None, dtype)
+    return mask, crop_mask(mask, parts)
+
+
+def random_batches(count: int = 24) -> list[tuple[list[int], list[int]]]:
+    """Lengths of queries and keys, in batches of various sizes. One of them has a sequence shorter than 2."""
+    r = random.Random(0)
+    lengths = [[r.randint(2, 23) for _ in range(r.choice([1, 2, 3, 5, 8]))] for _ in range(count)]
+    lengths[count // 2][0] = 1
+    return [(x, [r.randint(2, 19) for _ in x]) for x in lengths]
+
+
+class Attend(nn.Module):
+    """Attention of tokens with layouts or, to make them in a graph, offsets; without them, of NestedTensors."""
+
+    def __init__(self, attention: nn.Module, causal: bool) -> None:
+        super().__init__()
+        self.attention, self.causal = attention, causal
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *places: Any) -> Tensor:
+        layouts = [nta.SequenceLayout.from_offsets(x) if isinstance(x, Tensor) else x for x in places]
+        named = dict(zip(("layout", "key_layout"), layouts, strict=False))
+        return self.attention(query, key, value, is_causal=self.causal, need_weights=False, **named)[0]
+
+
+def arguments_of(form: str, parts: Sequence[list[Tensor]]) -> list[Any]:
+    """Query, key and value, of which equal ones are one object, and a layout or offsets for each form but "nested"."""
+    layouts = [nta.SequenceLayout.from_lengths([*map(len, xs)]) for xs in parts[:2]]
+    once = {id(xs): torch.cat(xs) for xs in parts}
+    if form == "nested":
+        once = {id(xs): torch.nested.as_nested_tensor(xs, layout=torch.jagged) for xs in parts}
+    tensors = [once[id(xs)] for xs in parts]
+    return tensors + {"nested": [], "layout": layouts, "offsets": [x.offsets.clone() for x in layouts]}[form]
+
+
+def rows(out: Tensor) -> Tensor:
+    return out.values() if out.is_nested else out
+
+
+def gradients(out: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The output and, with `backward`, which reentrant checkpoints need, the gradients."""
+    for leaf in leaves:
+        leaf.grad = None
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
