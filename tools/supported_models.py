@@ -1,7 +1,7 @@
 """Writes the tables of supported models in docs/reference/hugging_face.md, and supported_models.json for docs/site.js.
 
 Both are made from the newest file in tools/checked_classes, which check_classes.py writes. The tables of rows packed by
-hand are made from tests/hugging_face/rows_outcomes.json.
+hand are made from tools/rows_outcomes.json.
 
 With ``--check``, the exit status is 1 if a file is not up to date. Needs the standard library only.
 """
@@ -22,7 +22,7 @@ DATA = PAGE.with_name("supported_models.json")
 TABLES = re.compile(r"(?<=<!-- tables: begin -->\n).*(?=<!-- tables: end -->)", re.DOTALL)
 ROWS = re.compile(r"(?<=<!-- rows: begin -->\n).*(?=<!-- rows: end -->)", re.DOTALL)
 CHECKED = ROOT / "tools" / "checked_classes"
-OUTCOMES = ROOT / "tests" / "hugging_face" / "rows_outcomes.json"
+OUTCOMES = ROOT / "tools" / "rows_outcomes.json"
 BORDER = re.compile("^|(?= |$)")  # of the first word
 HEADS = ("base, text encoding, causal LM, masked LM, seq2seq LM, token, sequence, QA, multiple choice, next sentence, "
          "pretraining")  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import run_in_processes
 from ranks import mesh_of_all, use_two_calls
+from sweeps import covering
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -192,9 +193,7 @@ def backward(out, inputs):
 CHECKPOINTED = [(3, [2, 1]), (4, [5])]  # ranks, lengths: with a rank that has no token
 
 
-@pytest.mark.parametrize("which", range(len(CHECKPOINTED)))
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@covering({"which": range(len(CHECKPOINTED)), "backend": ["cpu", "reference"], "use_reentrant": [False, True]})
 def test_checkpoint(which, backend, use_reentrant):
     """All ranks compute the forward again as often as the others, or they would wait forever."""
     world, lengths = CHECKPOINTED[which]
@@ -247,10 +246,14 @@ def test_selected_calls():
     run_in_processes(2, selected_calls)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("which", ["mixed", "fewer tokens than ranks", "one"])
-@pytest.mark.parametrize("kind", ["causal", "alibi of each sequence"])
-@pytest.mark.parametrize("splits_heads", [True, False], ids=["heads", "whole sequences"])
+@covering(
+    {
+        "world": [2, 4, 2, 4],
+        "which": ["mixed", "fewer tokens than ranks", "one", "mixed"],
+        "kind": ["causal", "alibi of each sequence"],
+        "splits_heads": [True, True, False, False],
+    }
+)
 def test_calls_run_while_rows_travel(world, which, kind, splits_heads):
     heads = (6, 3)  # groups of 1 and 2 key heads
     check(world, BATCHES[which], heads, kind, sinks=True, function=partial(in_two_calls, splits_heads))
@@ -267,8 +270,7 @@ def test_masks(kind):
     check(2, BATCHES["mixed"], (4, 2), kind)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", ["two-sided window", "window behind", "open alibi", "window and mods"])
+@covering({"world": [2, 4], "kind": ["two-sided window", "window behind", "open alibi", "window and mods"]})
 def test_masks_with_keys_after_a_query(world, kind):
     """The calls have more queries than the rank."""
     check(world, BATCHES["mixed"], (4, 2), kind)
@@ -281,8 +283,12 @@ def test_heads(which):
     check(4, BATCHES["mixed"], HEADS[which], "alibi")
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "upper left", "window", "two-sided window", "alibi", "mods"])
-@pytest.mark.parametrize("splits_heads", [False, True])
+@covering(
+    {
+        "kind": ["full", "causal", "upper left", "window", "two-sided window", "alibi", "mods"],
+        "splits_heads": [False, True],
+    }
+)
 def test_cross_attention(kind, splits_heads):
     """One rank has no queries, and sequences have fewer or more keys than queries."""
     function = partial(in_two_calls, True) if splits_heads else on_each_rank

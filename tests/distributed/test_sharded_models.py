@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from processes import run_in_processes
+from sweeps import covering
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -92,9 +93,7 @@ def on_each_rank(checkpoints, fsdp):
     return [loss, *[x.full_tensor() if fsdp else x.detach() for x in model.parameters()]]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("fsdp", [False, True], ids=["plain", "fsdp"])
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointed"])
+@covering({"world": [2, 4, 2, 4], "fsdp": [False, True], "checkpoints": [False, True, True]})
 def test_one_step(world, fsdp, checkpoints):
     want = in_one_process()
     for found in run_in_processes(world, on_each_rank, checkpoints, fsdp):

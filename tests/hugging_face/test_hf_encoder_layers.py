@@ -430,7 +430,6 @@ def test_a_convolution_that_was_put_in_after_the_patch():
     ],
 )
 def test_the_matrix_of_encoders(row, outcome):
-    assert (*row, rows_matrix.ENCODER) in rows_matrix.encoder_classes()
     assert rows_matrix.outcome_of((*row, rows_matrix.ENCODER))["patch"] == {"padded": outcome}
 
 

@@ -269,15 +269,6 @@ def test_head_that_mixes_the_tokens_of_a_row_refuses_packed_rows():
         model(input_ids=row, position_ids=LAYOUT.position_ids[None])
 
 
-def test_esm_is_refused():
-    config = transformers.EsmConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, pad_token_id=1,
-        mask_token_id=4, position_embedding_type="rotary", token_dropout=True, attn_implementation=nta.hf.register(),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="EsmModel would mix the sequences of rows packed by hand"):
-        transformers.EsmModel(config)
-
-
 class Extended(transformers.BertPreTrainedModel):
     """It adds a token to each row for its base model, which counts positions by itself."""
 

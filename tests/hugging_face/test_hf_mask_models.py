@@ -1,13 +1,11 @@
-"""Models whose mask pattern is in their mask function, or whose family is in no table, do as under eager attention."""
+"""Models whose mask pattern is in their mask function do as under eager attention."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 import transformers
-from padding_masks import LENGTH, LENGTHS, PADDINGS
+from padding_masks import LENGTH, PADDINGS
 from sweeps import covering
 from tiny import TEXT, make
 
@@ -43,16 +41,6 @@ CLASSES = {
     "paligemma with windows": "PaliGemmaForConditionalGeneration",
 }
 
-FAMILIES_NOT_IN_THE_TABLE = {
-    "cohere": ("CohereForCausalLM", {}),
-    "cohere2": ("Cohere2ForCausalLM", ALTERNATING),
-    "glm4": ("Glm4ForCausalLM", {}),
-    "granite": ("GraniteForCausalLM", {}),
-    "olmo2": ("Olmo2ForCausalLM", {}),
-    "olmo3": ("Olmo3ForCausalLM", ALTERNATING),
-    "starcoder2": ("Starcoder2ForCausalLM", {}),
-}
-
 
 def build(kind, config):
     torch.manual_seed(7)
@@ -66,21 +54,6 @@ def build(kind, config):
 def make_multimodal(name):
     config = transformers.CONFIG_MAPPING[name.split()[0]](**MULTIMODAL[name])
     return build(CLASSES[name], config)
-
-
-def make_family_not_in_the_table(model_type):
-    kind, more = FAMILIES_NOT_IN_THE_TABLE[model_type]
-    fields = {**WINDOWED, **more}
-    return build(kind, transformers.CONFIG_MAPPING[model_type](**fields))
-
-
-def make_chunked():
-    config = transformers.Llama4TextConfig(
-        **{**WINDOWED, "intermediate_size_mlp": 53, "num_local_experts": 2, "attention_chunk_size": 5},
-        layer_types=["chunked_attention", "full_attention"],
-        no_rope_layers=[1, 0],
-    )
-    return build("Llama4ForCausalLM", config)
 
 
 def run(model, padding=None, **inputs):
@@ -166,64 +139,6 @@ def test_encoders_with_is_decoder(model_type, padding):
     assert_as_eager_also_patched(model, PADDINGS[padding], torch.randint(8, 90, (3, LENGTH)))
 
 
-@covering({"model_type": FAMILIES_NOT_IN_THE_TABLE, "padding": ["no mask", "right", "left"]})
-def test_families_not_in_the_table(model_type, padding):
-    there = PADDINGS[padding]
-    ids = torch.randint(8, 97, (3, LENGTH))
-    assert_what_eager_gives(
-        make_family_not_in_the_table(model_type), None if there is None else there.long(), input_ids=ids
-    )
-
-
-def packed_batch():
-    layout = nta.SequenceLayout.from_lengths(LENGTHS)
-    return torch.randint(8, 97, (1, layout.total)), layout
-
-
-def one_at_a_time(model, ids, layout, **more):
-    """Every sequence by itself, under eager."""
-    model.set_attn_implementation("eager")
-    offsets = layout.host_offsets.tolist()
-    rows = [ids[:, begin:end] for begin, end in itertools.pairwise(offsets)]
-    with torch.no_grad():
-        return torch.cat([model(row, **more)[0] for row in rows], 1)
-
-
-def packed_arguments(layout, how):
-    lengths = {"cu_seq_lens_q": layout.cu_seqlens, "cu_seq_lens_k": layout.cu_seqlens}
-    lengths |= {"max_length_q": layout.max_seqlen, "max_length_k": layout.max_seqlen}
-    positions = {"position_ids": layout.position_ids[None]}
-    ones = {"attention_mask": torch.ones(1, layout.total, dtype=torch.int64)}
-    return {
-        "positions": {**positions, "use_cache": False},
-        "lengths": {**positions, **lengths, "use_cache": False},
-        "positions with a mask of ones": {**positions, **ones, "use_cache": False},
-        "positions with a cache": {**positions, "use_cache": True},
-        "lengths with a mask of ones and a cache": {**positions, **lengths, **ones, "use_cache": True},
-    }[how]
-
-
-PACKED_ARGUMENTS = [
-    "positions",
-    "lengths",
-    "positions with a mask of ones",
-    "positions with a cache",
-    "lengths with a mask of ones and a cache",
-]
-
-
-@covering({"model_type": FAMILIES_NOT_IN_THE_TABLE, "how": PACKED_ARGUMENTS})
-def test_packed_rows_of_families_not_in_the_table(model_type, how):
-    model = make_family_not_in_the_table(model_type)
-    ids, layout = packed_batch()
-    want = one_at_a_time(model, ids, layout)
-    for over in ("sdpa", "eager"):
-        model.set_attn_implementation(nta.hf.register(over))
-        with torch.no_grad():
-            got = model(ids, **packed_arguments(layout, how))[0]
-        torch.testing.assert_close(got, want, rtol=3e-6, atol=3e-6)
-
-
 MODELS_WITH_A_MASK_OF_THE_CALLER = {
     "llama": "LlamaModel",
     "bert": "BertModel",
@@ -232,13 +147,9 @@ MODELS_WITH_A_MASK_OF_THE_CALLER = {
 }
 
 
-@pytest.mark.parametrize("model_type", [*MODELS_WITH_A_MASK_OF_THE_CALLER, "olmo2"])
+@pytest.mark.parametrize("model_type", MODELS_WITH_A_MASK_OF_THE_CALLER)
 def test_four_dimensional_mask_of_the_caller(model_type):
-    model = (
-        make_family_not_in_the_table("olmo2")
-        if model_type == "olmo2"
-        else make(model_type, MODELS_WITH_A_MASK_OF_THE_CALLER[model_type])
-    )
+    model = make(model_type, MODELS_WITH_A_MASK_OF_THE_CALLER[model_type])
     ids = torch.randint(8, 97, (3, LENGTH))
     if model_type == "bert":
         ids = ids.clamp(max=90)

@@ -9,6 +9,7 @@ import transformers
 from graphs import CountsAttention, with_layers
 from small_models import build_small
 from sweeps import sweep_except
+from test_hf_other_models import OWN_ATTENTION
 from transformers import DebertaV2Config, DebertaV2Model, T5Config, T5EncoderModel
 
 import nt_attention as nta
@@ -18,39 +19,11 @@ from nt_attention.hf.route.packed_mask import CannotMaskError, MixesSequencesErr
 from nt_attention.layouts.known import SequenceLayout
 
 LENGTHS = (9, 1, 17, 4)
-MODELS = {
-    "bloom": "BloomForCausalLM",
-    "codegen": "CodeGenForCausalLM",
-    "deberta": "DebertaForMaskedLM",
-    "deberta-v2": "DebertaV2ForMaskedLM",
-    "falcon": "FalconForCausalLM",
-    "flaubert": "FlaubertWithLMHeadModel",
-    "gpt_neo": "GPTNeoForCausalLM",
-    "gpt_neox_japanese": "GPTNeoXJapaneseForCausalLM",
-    "gptj": "GPTJForCausalLM",
-    "layoutlm": "LayoutLMForMaskedLM",
-    "luke": "LukeForMaskedLM",
-    "markuplm": "MarkupLMForTokenClassification",
-    "megatron-bert": "MegatronBertForMaskedLM",
-    "mpnet": "MPNetForMaskedLM",
-    "mpt": "MptForCausalLM",
-    "mvp": "MvpForCausalLM",
-    "nemotron": "NemotronForCausalLM",
-    "openai-gpt": "OpenAIGPTLMHeadModel",
-    "rembert": "RemBertForMaskedLM",
-    "roformer": "RoFormerForMaskedLM",
-    "squeezebert": "SqueezeBertForMaskedLM",
-    "stablelm": "StableLmForCausalLM",
-    "t5": "T5ForTokenClassification",
-    "trocr": "TrOCRForCausalLM",
-    "xglm": "XGLMForCausalLM",
-    "xlm": "XLMWithLMHeadModel",
-}
 
 
 def make(model_type):
     """A small model of a class, with random weights."""
-    model = build_small(model_type, MODELS[model_type])
+    model = build_small(model_type, OWN_ATTENTION[model_type])
     for number, parameter in enumerate(model.parameters()):  # not those of the class
         draw = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number), dtype=parameter.dtype)
         parameter.data.add_(draw, alpha=0.1)
@@ -64,12 +37,6 @@ def batch_of(model, seed=0, lengths=LENGTHS):
     return {"input_ids": ids.masked_fill(~mask, padding), "attention_mask": mask.long()}
 
 
-def rows_of(batch):
-    masks = batch["attention_mask"].bool()
-    alone = [ids[mask][None] for ids, mask in zip(batch["input_ids"], masks, strict=True)]
-    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in alone]
-
-
 def logits_of(model, batch):
     return model(**batch).logits[batch["attention_mask"].bool()]
 
@@ -79,26 +46,6 @@ def gradients_of(model, values):
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad((values * weights).sum(), parameters, allow_unused=True)
     return [x for x in gradients if x is not None]
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_packed_is_as_each_sequence_alone(model_type):
-    model = make(model_type)
-    batch = batch_of(model)
-    want = torch.cat([model(**row).logits[0] for row in rows_of(batch)])
-    want_gradients = gradients_of(model, want)
-    with nta.patch(model, on_fallback="raise") as handle:
-        got = logits_of(model, batch)
-        gradients = gradients_of(model, got)
-    assert handle.calls == {None: 1}
-    # some of these models compute norms or the softmax in float32
-    exact = model_type in ("bloom", "deberta", "deberta-v2", "megatron-bert", "mpnet", "rembert", "squeezebert")
-    tolerance = 1e-9 if exact and got.dtype == torch.float64 else 1e-4
-    largest = max(float(x.abs().max()) for x in want_gradients)
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.detach().abs().max()))
-    for x, y in zip(gradients, want_gradients, strict=True):
-        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * largest)
-    torch.testing.assert_close(logits_of(model, batch), want, rtol=1e-4, atol=1e-4 * float(want.detach().abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -123,23 +70,6 @@ def test_compiled_layers_are_one_graph(model_type, fresh_compiler, monkeypatch):
         assert handle.calls == {None: 6}
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("model_type", ["deberta-v2", "megatron-bert", "gptj"])
-def test_gradient_checkpointing(model_type, use_reentrant):
-    model = make(model_type).train()
-    batch = batch_of(model)
-    with nta.patch(model, on_fallback="raise"):
-        want = gradients_of(model, logits_of(model, batch))
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        model.zero_grad()
-        values = logits_of(model, batch)
-        weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(5), dtype=values.dtype)
-        (values * weights).sum().backward()
-    got = [p.grad for p in model.parameters() if p.grad is not None]
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y)
-
-
 def test_patch_removed_before_a_checkpointed_backward_is_an_error():
     model = make("megatron-bert").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -147,14 +77,6 @@ def test_patch_removed_before_a_checkpointed_backward_is_an_error():
         values = logits_of(model, batch_of(model)).sum()
     with pytest.raises(MixesSequencesError, match="between the forward and the backward"):
         values.backward()
-
-
-@pytest.mark.parametrize("model_type", ["mpnet", "deberta-v2", "bloom"])
-def test_remove_restores_all_methods(model_type):
-    model = make(model_type)
-    before = [set(vars(module)) for module in model.modules()]
-    nta.patch(model).remove()
-    assert [set(vars(module)) for module in model.modules()] == before
 
 
 @pytest.mark.parametrize("kind", ["deberta-v2", "t5"])
@@ -354,15 +276,3 @@ def test_bloom_with_sliced_products():
             got = model(**batch).last_hidden_state
     mask = batch["attention_mask"].bool()
     torch.testing.assert_close(got[mask], want[mask], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("model_type", ["bloom", "deberta-v2", "mpnet", "mpt"])
-def test_training_after_a_first_call_in_inference_mode(model_type):
-    """What is cached in the first call can be saved for a backward."""
-    attention_code._cached_tensors.clear()
-    model = make(model_type)
-    batch = batch_of(model)
-    with nta.patch(model, on_fallback="raise"):
-        with torch.inference_mode():
-            model(**batch)
-        assert gradients_of(model, logits_of(model, batch))

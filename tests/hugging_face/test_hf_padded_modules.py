@@ -14,6 +14,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import sweep_except
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import nt_attention as nta
 from nt_attention.hf.check import plans
-from nt_attention.hf.pack.padded_modules import MOST_PADDED, group_by_length
+from nt_attention.hf.pack.padded_modules import MOST_PADDED, equal_lengths, group_by_length, one_group
 from nt_attention.hf.route.packed_row import PackedRow, running
 from nt_attention.patching.handle import NotPackedWarning
 
@@ -36,20 +37,10 @@ MAMBA2 = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 8,
     "n_groups": 2, "chunk_size": 8, "pad_token_id": 0,
 }  # fmt: skip
-NEMOTRON = {
-    "hybrid_override_pattern": "M*M-", "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
-    "chunk_size": 8,
-}  # fmt: skip
-INKLING = {
-    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 16,
-    "d_rel": 4, "rel_extent": 32, "mlp_layer_types": ["dense"] * 4,
-}  # fmt: skip
 MODELS = {
     "qwen3_5_text": {**SMALL, **DELTA},
     "lfm2": {**SMALL, "full_attn_idxs": [1, 3], "conv_L_cache": 3},
-    "nemotron_h": {**{name: x for name, x in SMALL.items() if name != "num_hidden_layers"}, **NEMOTRON},
     "mamba2": MAMBA2,
-    "inkling_text": {**SMALL, **INKLING},  # its convolutions come after sums of hidden states
 }
 LENGTHS = (7, 1, 23, 12)
 
@@ -93,20 +84,6 @@ def check_same(patched, model, batch, lengths=LENGTHS):
     gradients = {name: p.grad for name, p in model.named_parameters()}
     for name, p in patched.named_parameters():
         torch.testing.assert_close(p.grad, gradients[name], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_as_each_sequence_alone(name, reentrant):
-    model = new(name)
-    patched = copy.deepcopy(model)
-    if reentrant is not None:
-        patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    handle = nta.patch(patched, packing="always", on_fallback="raise")
-    check_same(patched, model, batch_of())
-    assert handle.calls == {None: 1}
-    how = "zeros between sequences" if name in ("lfm2", "inkling_text") else "padded"
-    assert how in str(handle.layers), "the handle names the modules that mix the tokens of a row"
 
 
 @pytest.mark.usefixtures("uncompared")
@@ -227,6 +204,12 @@ def test_groups(lengths, most):
     assert len(groups) == most or positions <= MOST_PADDED * lengths.sum()
 
 
+def test_groups_of_equal_lengths_and_of_all_lengths():
+    lengths = torch.tensor([3, 0, 5, 3]).numpy()
+    assert [group.tolist() for group in equal_lengths(lengths)] == [[0, 3], [2]]
+    assert [group.tolist() for group in one_group(lengths)] == [[0, 2, 3]]
+
+
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
 def test_a_checkpoint_of_transformers_may_copy_its_inputs(name):
     model = new(name)
@@ -289,8 +272,7 @@ def test_gradients_by_torch_func():
         torch.testing.assert_close(got[name], parameter.grad, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("lengths", [(7,), (7, 4)])
+@pytest.mark.parametrize(("lengths", "reentrant"), [((7,), False), ((7, 4), True)])
 def test_a_checkpoint_of_the_whole_model(lengths, reentrant):
     """In the backward, a call of one row without padding is known to be padded."""
     model, batch = new("lfm2"), batch_of(lengths)
@@ -303,8 +285,14 @@ def test_a_checkpoint_of_the_whole_model(lengths, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("lengths", [(7,), (7, 4)])
-@pytest.mark.parametrize(("name", "mixer"), [("lfm2", "Lfm2ShortConv"), ("mamba2", "Mamba2Mixer")])
+@pytest.mark.parametrize(
+    ("name", "mixer", "lengths"),
+    sweep_except(
+        [(*x, n) for x in (("lfm2", "Lfm2ShortConv"), ("mamba2", "Mamba2Mixer")) for n in ((7,), (7, 4))],
+        ("lfm2", "Lfm2ShortConv", (7,)),
+        ("mamba2", "Mamba2Mixer", (7, 4)),
+    ),
+)
 @pytest.mark.filterwarnings("ignore::nt_attention.patching.handle.NotPackedWarning")
 def test_a_checkpoint_around_a_mixer_alone(name, mixer, lengths, reentrant):
     model, batch = new(name), batch_of(lengths)
@@ -415,7 +403,7 @@ def with_mixer(mix):
 PLANTED = (from_before, from_next, from_last_call, by_length, by_longest, by_batch)
 
 
-@pytest.mark.parametrize("mix", PLANTED)
+@pytest.mark.parametrize("mix", sweep_except(PLANTED, from_before, by_batch))
 def test_a_mixer_of_a_user_is_refused_or_gives_what_each_sequence_gives_alone(mix):
     model, batch = with_mixer(mix), batch_of()
     want = alone(copy.deepcopy(model), batch)[0]

@@ -72,16 +72,6 @@ def test_constant_positions_beside_a_mask(model):
         torch.testing.assert_close(got[mask], want[mask], rtol=0, atol=5e-5)
 
 
-def test_labels_over_a_hole_in_the_mask(model):
-    mask = torch.ones(2, 9).long()
-    mask[0, 3:5] = 0
-    ids = torch.randint(5, 97, (2, 9))
-    call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    want = model(**call).loss
-    with nta.patch(model), pytest.warns(UserWarning, match="labels are shifted over it"):
-        assert torch.equal(model(**call).loss, want)
-
-
 @pytest.mark.parametrize("additive", [False, True])
 def test_positions_beside_a_mask_of_the_caller(additive):
     """Two branches with a common prefix: the positions of the second begin again where the first began."""

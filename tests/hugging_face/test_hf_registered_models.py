@@ -1,17 +1,12 @@
 """transformers' own tests of an attention implementation, with ours by its registered name."""
 
 import copy
-import functools
 
 import pytest
-import tiny
 import torch
-from sweeps import covering
-from tiny import EVERY, LENGTHS
 from transformers import (
     AutoConfig,
     AutoModel,
-    DataCollatorWithFlattening,
     DebertaV2Config,
     DebertaV2Model,
     LlamaConfig,
@@ -24,62 +19,6 @@ from transformers import (
 )
 
 import nt_attention as nta
-
-GENERATIVE = [(model_type, name) for model_type, name in EVERY if name.endswith(("ForCausalLM", "LMHeadModel"))]
-close = functools.partial(torch.testing.assert_close, rtol=5e-5, atol=5e-5)
-
-
-def under_our_name(model_type, name, over="sdpa"):
-    return tiny.make(model_type, name, nta.hf.register(over))
-
-
-def same_predictions(got, want):
-    assert torch.equal(got.argmax(-1), want.argmax(-1))
-    close(got, want)
-
-
-@covering({"model_type, name": GENERATIVE, "over": ["eager", "sdpa"]})
-def test_padding_matches_padding_free_with_data_collator_with_flattening(model_type, name, over):
-    model, batch = under_our_name(model_type, name, over), tiny.batch_of(model_type, "left")
-    mask = batch["attention_mask"].bool()
-    labels = batch["input_ids"].masked_fill(~mask, -100)
-    labels[torch.arange(len(LENGTHS)), mask.int().argmax(1)] = -100
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    row = collate([{"input_ids": ids[there].tolist()} for ids, there in zip(batch["input_ids"], mask, strict=True)])
-    assert {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"} < row.keys()
-    with torch.no_grad():
-        padded, packed = model(**batch, labels=labels), model(**row)
-    same_predictions(packed.logits[0], padded.logits[mask])
-    close(packed.loss, padded.loss, rtol=2e-5, atol=2e-5)
-    model.train()
-    gradients = [
-        torch.autograd.grad(model(**x).loss, list(model.parameters())) for x in (row, {**batch, "labels": labels})
-    ]
-    close(*gradients, rtol=2e-4, atol=2e-4)
-
-
-@covering({"model_type, name": GENERATIVE, "padded": [False, True]})
-def test_generation_continues_from_a_cache_with_position_ids(model_type, name, padded):
-    eager, ours = tiny.make(model_type, name), under_our_name(model_type, name)
-    batch = tiny.batch_of(model_type, "left")
-    if not padded:
-        batch = {"input_ids": torch.randint(5, tiny.VOCABULARY, (3, 7)), "attention_mask": torch.ones(3, 7).long()}
-    mask = batch["attention_mask"]
-    batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    greedy = {"do_sample": False, "eos_token_id": -1, "pad_token_id": tiny.PAD}
-    want = eager.generate(**batch, **greedy, max_new_tokens=6)
-    assert torch.equal(ours.generate(**batch, **greedy, max_new_tokens=6), want)
-
-    first = ours.generate(**batch, **greedy, max_new_tokens=2, return_dict_in_generate=True)
-    cache, ids = first.past_key_values, first.sequences
-    while ids.shape[1] < want.shape[1]:
-        mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-        new = ids[:, cache.get_seq_length() :]
-        positions = (mask.cumsum(1) - 1)[:, -new.shape[1] :]
-        with torch.no_grad():
-            out = ours(new, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(ids, want)
 
 
 @pytest.mark.parametrize("name", ["nt_attention", "nt_attention_eager", "nt_attention/flash"])

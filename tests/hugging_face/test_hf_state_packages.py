@@ -157,8 +157,3 @@ def run(directory: Path, files: dict[str, str], *models: tuple[str, str]) -> dic
 @pytest.mark.parametrize("models", sweep_except([MODELS, [MODELS[0], MODELS[-1]]], [MODELS[0], MODELS[-1]]))
 def test_state_models_are_packed_with_their_packages(tmp_path: Path, models: list[tuple[str, str]]) -> None:
     assert run(tmp_path, FILES, *models) == {model_type: "packed" for model_type, _ in models}
-
-
-def test_state_models_are_packed_without_their_packages(tmp_path: Path) -> None:
-    """Their states run on padded rows then."""
-    assert run(tmp_path, {}, ("bamba", "BambaForCausalLM")) == {"bamba": "packed"}

@@ -281,15 +281,6 @@ def test_positions_of_axes_with_frequencies_by_length(rope_type):
         torch.testing.assert_close(out[n, : row.shape[1]], want, atol=2e-5, rtol=1e-4)
 
 
-def test_one_axis_falls_back():
-    model = AutoModel.from_config(transformers.LlamaConfig(**TEXT, num_key_value_heads=3)).eval()
-    ids, mask = tokens_of([11], 13)
-    positions = torch.arange(13).expand(1, 1, 13)
-    with nta.patch(model) as handle, pytest.warns(UserWarning, match="position_ids are not"):
-        model(input_ids=ids, attention_mask=mask, position_ids=positions)
-    assert handle.calls == {"its position_ids are not (batch, length)": 1}
-
-
 def test_forward_that_only_takes_keywords_is_packed():
     class Keywords(transformers.LlamaModel):
         def forward(self, **kwargs):

@@ -3,31 +3,12 @@
 import pytest
 import tiny
 import torch
-from packed_rows import LENGTH, MASK, PACKED, close, make, make_batch, rows_seen
+from packed_rows import close, make, make_batch
 
 import nt_attention as nta
-from nt_attention import NotPackedError, NotPackedWarning
 from nt_attention.hf.pack.packing import Packing
 
 pytestmark = pytest.mark.usefixtures("uncompared")
-
-BASES = [(kind, name) for kind, name in tiny.EVERY if name.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel"))]
-
-
-@pytest.mark.parametrize(("model_type", "name"), BASES, ids=lambda value: value)
-def test_base_model_of_a_patched_head_packs_when_called_by_itself(model_type, name):
-    model, batch = make(model_type, name, "eager"), make_batch()
-    with torch.no_grad():
-        want = model.base_model(**batch).last_hidden_state
-        with nta.patch(model) as handle:
-            shapes = rows_seen(model)
-            got = model.base_model(**batch).last_hidden_state
-            assert handle.calls == {None: 1}
-            model(**batch)
-            assert handle.calls == {None: 2}  # the head counts, and the base model beneath it passes through
-    assert shapes == [PACKED]
-    close(got[MASK], want[MASK])
-    assert not got[~MASK].any()
 
 
 def test_batch_without_padding_is_counted_once_and_read_once(monkeypatch):
@@ -43,34 +24,6 @@ def test_batch_without_padding_is_counted_once_and_read_once(monkeypatch):
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("asked", ["use_cache", "output_attentions"])
-def test_cache_and_attention_weights_fall_back_with_one_warning(asked):
-    """The reason holds for the head and for the base model, and is counted once for each call."""
-    model, batch = make(implementation="eager"), make_batch()
-    want = model(**batch, **{asked: True})
-    with nta.patch(model) as handle, pytest.warns(NotPackedWarning) as warned:
-        for _ in range(2):
-            got = model(**batch, **{asked: True})
-    assert len([w for w in warned if w.category is NotPackedWarning]) == 1
-    assert list(handle.calls.values()) == [2]
-    assert torch.equal(got.logits, want.logits)
-    if asked == "output_attentions":
-        torch.testing.assert_close(got.attentions, want.attentions)
-    else:
-        assert got.past_key_values.get_seq_length() == LENGTH
-
-
-def test_base_model_packs_under_a_loss_that_reads_rows():
-    model, batch = make(), make_batch(labels=True)
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits[:, 0].sum() + logits[:, 6].sum(1)[0]
-    want = model(**batch).loss
-    with nta.patch(model) as handle:
-        shapes = rows_seen(model)
-        close(model(**batch).loss, want)
-    assert shapes == [PACKED]
-    assert handle.calls == {None: 1}
-
-
 def test_packed_rows_of_the_caller_are_counted_once():
     model = make()
     ids = torch.randint(5, tiny.VOCABULARY, (1, 11))
@@ -82,21 +35,6 @@ def test_packed_rows_of_the_caller_are_counted_once():
         close(got[:, 4:], model(ids[:, 4:]).logits)
         model.model(**packed)
     assert handle.calls == {None: 2, "it has no attention_mask, so all positions count as tokens": 1}
-
-
-def test_on_fallback_raise():
-    model, batch = make(), make_batch()
-    with nta.patch(model, on_fallback="raise") as handle:
-        model(**batch)
-        for count in (1, 2):
-            with pytest.raises(NotPackedError, match=r'it asks for a cache.*on_fallback="warn"'):
-                model(**batch, use_cache=True)
-            assert handle.calls == {None: 1, "it asks for a cache": count}
-        model(batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))  # nothing to pack
-    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(12, 2, 7, batch_first=True), 1)
-    mask = torch.randn(LENGTH, LENGTH)
-    with nta.patch(encoder, on_fallback="raise"), pytest.raises(NotPackedError, match="neither None nor causal"):
-        encoder(torch.randn(4, LENGTH, 12), mask, ~MASK)
 
 
 def test_on_fallback_refuses_other_values():

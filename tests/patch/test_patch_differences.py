@@ -43,6 +43,9 @@ CASES = {  # class, mask, further arguments, what differs
         "llama", "LlamaForCausalLM", MASK, {"labels": labels_of(MASK, [PADDING])}, differences.LABELS
     ),
     "next tokens, left": ("llama", "LlamaForCausalLM", LEFT, {"labels": after_first(LEFT)}, None),
+    "next tokens, at the first position": (
+        "llama", "LlamaForCausalLM", LEFT, {"labels": after_first(LEFT).index_fill(1, torch.tensor(0), 7)}, None
+    ),
     "next tokens, left, first": ("llama", "LlamaForCausalLM", LEFT, {"labels": labels_of(LEFT)}, differences.LABELS),
     "next tokens, shifted": (
         "llama", "LlamaForCausalLM", MASK, {"labels": IDS, "shift_labels": after_first(MASK).roll(-1, 1)}, None

@@ -95,34 +95,6 @@ def test_next_sentence_prediction_runs_on_real_tokens_only():
     assert set(rows.values()) == {sum(LENGTHS)}
 
 
-def test_token_types_positions_tuples_and_embeddings_are_packed():
-    model = make(BertModel)
-    batch = make_batch()
-    batch["token_type_ids"] = torch.randint(2, (4, LENGTH))
-    batch["position_ids"] = torch.arange(3, LENGTH + 3).unsqueeze(0)
-    want = model(**batch)
-    with nta.patch(model):
-        assert_same_outputs(model(**batch), want, batch["attention_mask"])
-        as_tuple = model(**batch, return_dict=False)
-        assert isinstance(as_tuple, tuple)
-        torch.testing.assert_close(as_tuple[1], want.pooler_output)
-        embedded = {**batch, "inputs_embeds": model.embeddings.word_embeddings(batch.pop("input_ids"))}
-        embedded.pop("input_ids")
-        assert_same_outputs(model(**embedded), want, embedded["attention_mask"])
-        assert_same_outputs(model(None, **embedded), want, embedded["attention_mask"])
-
-
-def test_sequence_without_a_token():
-    model, batch = make(BertModel), make_batch()
-    batch["attention_mask"][3] = 0
-    rest = {name: value[:3] for name, value in batch.items()}
-    want = model(**rest)
-    with nta.patch(model):
-        got = model(**batch)
-    torch.testing.assert_close(got.pooler_output[:3], want.pooler_output)
-    assert torch.equal(got.last_hidden_state[3], torch.zeros_like(got.last_hidden_state[3]))
-
-
 def test_attention_mask_of_another_width_is_refused():
     model, batch = make(LlamaForCausalLM), make_batch()
     with nta.patch(model), pytest.raises(ValueError, match=r"is \(4, 23\), but the input is \(4, 1\).*use_cache=True"):
@@ -188,22 +160,6 @@ def test_heads_that_share_a_base_model():
     assert "forward" not in vars(first.bert)
 
 
-def test_neftune_falls_back_and_a_loss_function_that_reads_rows_gets_them():
-    model, batch = make(LlamaForCausalLM).train(), make_batch(labels="token")
-    want = model(**batch).loss
-    with nta.patch(model), pytest.warns(NotPackedWarning, match="NEFTune") as said:
-        model.get_input_embeddings().neftune_noise_alpha = 5.0
-        model(**batch)
-        assert said[0].filename == __file__
-    del model.get_input_embeddings().neftune_noise_alpha
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.new_tensor(float(logits.shape[0]))
-    with nta.patch(model):
-        assert model(**batch).loss == 4
-    del model._loss_function
-    with nta.patch(model):
-        torch.testing.assert_close(model(**batch).loss, want)
-
-
 def test_handle_lists_layers_and_calls():
     model, batch = make(LlamaForCausalLM), make_batch(labels="token")
     with nta.patch(model) as handle:
@@ -225,15 +181,6 @@ def test_model_on_meta_gives_shapes():
         nta.patch(model)
         ids = torch.zeros(2, 4, dtype=torch.long)
     assert model(ids).logits.shape == (2, 4, model.config.vocab_size)
-
-
-def test_attention_mask_of_other_numbers():
-    model, batch = make(BertModel), make_batch()
-    want = model(**batch)
-    with nta.patch(model):
-        assert_same_outputs(
-            model(**{**batch, "attention_mask": 3 * batch["attention_mask"]}), want, batch["attention_mask"]
-        )
 
 
 def test_labels_of_another_width_are_refused():

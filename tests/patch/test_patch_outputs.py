@@ -110,21 +110,6 @@ def test_config_that_asks_for_attention_weights_is_refused(tmp_path):
     assert type(model).from_pretrained(tmp_path, attn_implementation="eager").config.output_attentions
 
 
-def test_config_that_asks_for_attention_weights_after_the_patch():
-    """transformers lets a config ask for them only with eager attention, so that must be set first."""
-    model, batch = make("bert", "BertModel", "eager"), make_batch()
-    want = model(**batch, output_attentions=True)
-    with nta.patch(model) as handle:
-        with pytest.raises(ValueError, match="Please set it to 'eager' instead"):
-            model.config.output_attentions = True
-        model.set_attn_implementation("eager")
-        model.config.output_attentions = True
-        with pytest.warns(NotPackedWarning, match="the config asks for attention weights"):
-            got = model(**batch)
-    assert set(handle.calls) == {"the config asks for attention weights"}
-    close(got.attentions, want.attentions)
-
-
 class ShortModel(LlamaModel):
     """Cuts its rows, as some models do at the length that they were trained with."""
 

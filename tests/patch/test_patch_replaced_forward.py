@@ -175,15 +175,6 @@ def test_ignore_index_of_the_caller():
         torch.testing.assert_close(model(**batch, labels=labels, ignore_index=0).loss, want)
 
 
-def test_answer_positions_at_padding_fall_back():
-    model, batch = make("bert", "BertForQuestionAnswering"), tiny.batch_of("bert", "left")
-    rows = len(batch["input_ids"])
-    answers = dict.fromkeys(("start_positions", "end_positions"), torch.zeros(rows, dtype=torch.long))
-    want = model(**batch, **answers).loss
-    with pytest.warns(NotPackedWarning, match="point at padding"), nta.patch(model):
-        torch.testing.assert_close(model(**batch, **answers).loss, want)
-
-
 @pytest.mark.parametrize("change", ["remove", "set_attn_implementation"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_reentrant_checkpoint_recomputed_with_other_attention_raises(change):

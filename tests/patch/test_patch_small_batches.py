@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from sweeps import sweep_except
+from sweeps import covering, sweep_except
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nt_attention as nta
@@ -141,9 +141,13 @@ def test_layers_of_two_dtypes_share_a_mask():
         assert small.additive(mask, dtype) is small.additive(mask, dtype)
 
 
-@pytest.mark.parametrize("outer", [(9,), (9, 5)], ids=["one row", "two rows"])
-@pytest.mark.parametrize("inner", ["same model, padded", "same model, packed", "padded", "packed"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@covering(
+    {
+        "implementation": ["sdpa", "eager"],
+        "inner": ["same model, padded", "same model, packed", "padded", "packed"],
+        "outer": [(9,), (9, 5), (9, 5), (9,)],
+    }
+)
 def test_calls_in_the_forward_of_a_small_batch(everything_is_small, implementation, inner, outer):
     """A hook makes them. The other model shares the config."""
     model = tiny.make("llama", "LlamaModel", implementation)
@@ -231,9 +235,13 @@ def test_mpt_has_no_positions_past_max_seq_len(everything_is_small):
     assert handle.calls == {None: 1}
 
 
-@pytest.mark.parametrize("form", ["padding", "no padding", "one row"])
-@pytest.mark.parametrize("model_type", ["llama", "bert", "modernbert"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@covering(
+    {
+        "reentrant": [True, False],
+        "model_type": ["llama", "bert", "modernbert"],
+        "form": ["padding", "no padding", "one row", "padding"],
+    }
+)
 def test_checkpoints_compute_the_same_again(everything_is_small, model_type, reentrant, form):
     model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa").train()
     batch, other = batch_of(model, "right"), copy.deepcopy(model)

@@ -1,6 +1,6 @@
 """Real trainers on tiny models: what each step gives, patched before and after the trainer is built.
 
-``record`` keeps what every test found; ``python tests/trainers/matrix.py`` writes it into the documentation.
+``record`` keeps what every test found; ``python tools/trainers_page.py`` writes it into the documentation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def record():
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("NT_ATTENTION_TRAINERS_JSON")
     if path and ROWS:
-        from matrix import merge
+        from trainers_page import merge
 
         before = json.loads(Path(path).read_text()) if Path(path).exists() else []
         Path(path).write_text(json.dumps(merge(before, ROWS), indent=1) + "\n")

@@ -2,7 +2,7 @@
 
 import json
 
-import matrix
+import trainers_page as matrix
 
 
 def test_trainers_page_matches_outcomes():

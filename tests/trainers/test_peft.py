@@ -22,6 +22,7 @@ from peft import (
     get_peft_model,
 )
 from shared_data import llama_config, padded_batch, paragraphs
+from sweeps import covering
 from transformers import BertConfig, BertForTokenClassification, LlamaForCausalLM, set_seed
 
 import nt_attention as nta
@@ -84,8 +85,7 @@ def step(model, batch):
     return loss, torch.autograd.grad(loss, wanted)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", METHODS)
+@covering({"name": METHODS, "when": ["before", "after"]})
 def test_peft_loss_and_adapter_gradients(name, when, record):
     batch = batch_for(name)
     want = step(adapted(name, make(name)).train(), batch)

@@ -18,7 +18,7 @@ from ..transformers_private import asks_for_attention, attention_of, can_set_att
 
 _OURS = "nt_attention"
 _CALL_PATCH = "leave attn_implementation out, and call nt_attention.patch(model)."
-# Measured by tests/hugging_face/rows_matrix.py, by config.model_type:
+# Measured by tools/rows_matrix.py, by config.model_type:
 # Models that do not pass position_ids, or cu_seq_lens_q, on to all of their layers, or count positions along the row.
 MIX_ROWS = frozenset({
     "axk2", "bailing_hybrid", "bamba", "bart", "blenderbot", "blenderbot-small", "clip_text_model", "ctrl",

@@ -1,6 +1,6 @@
 """Runs every text class of transformers on padded batches and on rows packed by hand, patched and registered.
 
-    python tests/hugging_face/rows_matrix.py [TYPE ...] [--encoders] [--jobs N] [--write FILE]
+    python tools/rows_matrix.py [TYPE ...] [--encoders] [--jobs N] [--write FILE]
 
 Each class runs as a small model (`tools/small_models.py`) on the CPU, in float64 if it can. Each run is compared with
 each sequence alone, run by the class without nt_attention. The outcomes are "right", "refused: REASON",

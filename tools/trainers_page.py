@@ -1,7 +1,7 @@
-"""Which trainers run packed, written into ``docs/reference/trainers.md`` from what the tests here found.
+"""Which trainers run packed, written into ``docs/reference/trainers.md`` from what their tests found.
 
-``python tests/trainers/matrix.py`` runs them and writes both files; with ``--render`` it writes the page anew from
-``tests/trainers/outcomes.json``.
+``python tools/trainers_page.py`` runs them and writes both files; with ``--render`` it writes the page anew from
+``tools/trainers_outcomes.json``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
-FOUND, PAGE = FOLDER / "outcomes.json", FOLDER.parents[1] / "docs/reference/trainers.md"
+ROOT = Path(__file__).parents[1]
+FOLDER, FOUND = ROOT / "tests" / "trainers", ROOT / "tools" / "trainers_outcomes.json"
+PAGE = ROOT / "docs" / "reference" / "trainers.md"
 
 INTRODUCTION = """# Trainers
 
@@ -25,7 +26,7 @@ the trainers.
 
 Each result is from a test. The test compares the losses of every step with those of the unpatched model, or the outputs
 if nothing is trained. SFT with `packing=True` is not compared, because on SDPA the unpatched model lets the sequences
-of a row attend to each other. `python tests/trainers/matrix.py` runs the tests and writes this page.
+of a row attend to each other. `python tools/trainers_page.py` runs the tests and writes this page.
 
 "Patched before" means before the trainer was built or the adapter was added. The numbers in brackets are the
 [reasons](#reasons) below.
