@@ -66,7 +66,7 @@ def test_rows_past_the_end_are_never_read():
     assert_same(case.solve(call(case, "cpu")), want, 1e-9)
 
 
-@pytest.mark.parametrize("window", [(7, 0), (40, 3), (0, 0), (150, 11), (-1, 5), (3, -1)], ids=str)
+@pytest.mark.parametrize("window", [(7, 0), (40, 3), (0, 0), (150, 11), (-1, 5), (3, -1), (3, 2**63 - 1)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["open", "causal"])
 def test_window_over_long_sequences_runs_in_tiles(window, causal):
     case = Problem([263, 128, 1, 0], [149, 257, 7, 3], 2, 1, 5, 7, past=(1, 2))

@@ -346,7 +346,7 @@ class TestReasons:
 
     @pytest.mark.parametrize("value", [1, None, "yes"])
     def test_unknown_option(self, value):
-        with pytest.raises(ValueError, match='cuda_graphs must be True, False or "training"'):
+        with pytest.raises(ValueError, match='cuda_graphs must be True, False, "training" or "auto"'):
             nta.patch(make(), cuda_graphs=value)
 
 
@@ -573,7 +573,7 @@ class TestBounds:
 
     def test_memory(self, monkeypatch):
         monkeypatch.setattr(graph_cache, "MEMORY", 1)
-        monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
+        monkeypatch.setattr(Sizes, "fit", lambda self, graph, more=0.0: False)
         model, handle, other = pair(make())
         for rows in (1, 2, 4):
             batch = batch_of([14] * rows)

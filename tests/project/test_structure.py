@@ -79,7 +79,7 @@ def test_structure_of_this_package():
     assert len(found["files that name softcap"]) <= 15
     assert found["functions over 60 lines"] == []
     assert found["import cycles"] == []
-    assert found["lines of the command line"] <= 1010  # without __main__.py; of these, run has 129
+    assert found["lines of the command line"] <= 1015  # without __main__.py; of these, run has 129
 
 
 def test_files_that_the_package_names_exist():

@@ -281,7 +281,8 @@ def uncached_plan(layout: Layout, key_layout: Layout, tiling: Tiling, pool_rows:
         for group in tiling.groups(table, table[:, 4] if pool is None else pool[table[:, 4]]):
             rows, keys = table[group, 5], table[group, 6]
             shape = Shape(int(rows.max()), int(keys.max()), diagonal, causal)
-            hidden = diagonal is not None and (rows + diagonal + tiling.spec.window.right <= keys).all()
+            # a sum with `right` could be greater than the largest int64
+            hidden = diagonal is not None and (rows + diagonal <= keys - tiling.spec.window.right).all()
             of_queries, is_query = _rows(table[group, 3], rows, starts[-1])
             of_keys, is_key = _rows(table[group, 4], keys, key_starts[-1], pool)
             padded = None if is_query.all() else torch.from_numpy(~is_query)[:, None]
