@@ -12,7 +12,7 @@ from calls import STRIDES, PassThrough
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import GEOMETRIES, Problem, assert_same, problem, visible_pairs
-from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS, placed
+from token_tiled_cases import GPU, IGNORED_WARNINGS, placed
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -57,10 +57,12 @@ def table(cells):
     return pytest.mark.parametrize(("column", "row"), cells, indirect=["column"])
 
 
-def why_not(column, case):
+def why_not(column, case, **options):
     """Why this machine can't run a call of a column; empty if it can."""
     given = case.arguments({name: x.detach().requires_grad_(column.gradients) for name, x in case.inputs.items()})
-    return " ".join(nta.explain(**given, **column.call(case).keywords, **case.options).reasons[column.backend])
+    return " ".join(
+        nta.explain(**given, **column.call(case, **options).keywords, **case.options).reasons[column.backend]
+    )
 
 
 def loss_of(case, out, lse):
@@ -209,7 +211,7 @@ def test_autocast(column, row, dtype):
     """Only query, key and value are cast, to the dtype of scaled_dot_product_attention, and not if it is off."""
     case = column.problem(row)
     case = dataclasses.replace(case, dtype=torch.float32)
-    case = placed(case) if column.device == DEVICE else case
+    case = placed(case, column.device)
     call, leaves = column.call(case), {name: x.requires_grad_() for name, x in case.inputs.items()}
     with torch.autocast(column.device.type, dtype):
         out, lse = call(**case.arguments(leaves), **case.options)
@@ -257,7 +259,7 @@ STRIDED = [
 @pytest.mark.parametrize(("column", "stride", "name"), STRIDED, indirect=["column"])
 def test_any_strides(column, stride, name):
     case = dataclasses.replace(column.problem("all, causal"), head_dim=16, value_dim=32, past=(0, 0), sinks=False)
-    case = placed(case) if column.device == DEVICE else case
+    case = placed(case, column.device)
     function, change = column.call(case), ALL_STRIDES[stride]
 
     def strided(**arguments):
@@ -316,7 +318,7 @@ def test_any_strides_of_slopes_and_biases(column, change):
 def test_expanded_tensors(column):
     """Gradients that are one number, key heads that are one head, and views of one projection."""
     case = dataclasses.replace(column.problem("all, causal"), kv_heads=1, value_dim=11, sinks=False)
-    case = placed(case) if column.device == DEVICE else case
+    case = placed(case, column.device)
     case.grads = tuple(torch.ones((), dtype=g.dtype, device=column.device).expand(g.shape) for g in case.grads)
     with column.device:
         want = case.truth()
@@ -328,7 +330,7 @@ def test_expanded_tensors(column):
     assert_same(case.solve(expanded), want, column.tolerance)
     case = column.problem("many short sequences" if column.small else "self left-open alibi")
     case = dataclasses.replace(case, kv_heads=case.heads)
-    case = placed(case) if column.device == DEVICE else case
+    case = placed(case, column.device)
     qkv = torch.stack([case.inputs[name] for name in ("query", "key", "value")], 1).requires_grad_()
     out, lse = column.call(case)(*qkv.unbind(1), **case.options)
     (got,) = torch.autograd.grad((out, lse), qkv, (case.grads[0].to(out.dtype), case.grads[1].to(lse.dtype)))
@@ -342,6 +344,12 @@ BY_NAME = [x for x in COLUMNS if (x in BACKENDS and BACKENDS[x].backward is not 
 WITH_DROPOUT = [x for x in BY_NAME if "dropout" in BACKENDS[x].features]
 
 
+def accuracy(column):
+    """The dtype and the tolerance of tests that compare weights: float32, where the backend takes it."""
+    dtypes = BACKENDS[column.backend].dtypes
+    return (torch.float32, 1e-4) if dtypes is None or torch.float32 in dtypes else (column.dtype, column.tolerance)
+
+
 @pytest.mark.usefixtures("uninitialized_is_nan")
 @pytest.mark.parametrize("column", WITH_DROPOUT, indirect=True)
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.3, "window_size": (19, 3)}, {"relative": TERMS}], ids=str)
@@ -350,9 +358,11 @@ def test_dropout(column, options):
     lengths, p = [61, 5, 0, 13, 29, 1], 0.31
     options = dict(options)
     relative = options.pop("relative", ())
-    case = Problem(lengths, None, 4, 2, 11, 61, dtype=torch.float32, options=options, relative=relative)
-    case = placed(case) if column.device == DEVICE else case
-    eye = torch.eye(61, device=column.device)
+    dtype, tolerance = accuracy(column)
+    case = placed(Problem(lengths, None, 4, 2, 11, 61, dtype=dtype, options=options, relative=relative), column.device)
+    if column.lacks is None and (reasons := why_not(column, case, dropout_p=p)):
+        pytest.skip(reasons)
+    eye = torch.eye(61, device=column.device, dtype=dtype)
     case.inputs["value"] = torch.cat([eye[:n] for n in lengths])[:, None].repeat(1, 2, 1)
     torch.manual_seed(3)
     got = case.solve(column.call(case, dropout_p=p))
@@ -366,16 +376,15 @@ def test_dropout(column, options):
         parts = zip(weights, value.double().repeat_interleave(2, 1).split(lengths), strict=True)
         return torch.cat([torch.einsum("thj,jhd->thd", w[..., : len(v)], v) for w, v in parts]), lse
 
-    assert_same(got, case.solve(by_hand), 1e-4)
+    assert_same(got, case.solve(by_hand), tolerance)
 
 
 @pytest.mark.parametrize("column", WITH_DROPOUT, indirect=True)
 @pytest.mark.parametrize("p", [0.1, 0.75])
 def test_dropout_drops_its_share_and_keeps_the_mean(column, p):
     n = 1021 if GPU else 61
-    case = Problem([n], None, 2, 2, 5, 5, dtype=torch.float32, options={"scale": 0.0})
-    case = placed(case) if column.device == DEVICE else case
-    case.inputs["value"] = torch.eye(n, device=column.device)[:, None].repeat(1, 2, 1)[..., :256]
+    case = placed(Problem([n], None, 2, 2, 5, 5, dtype=accuracy(column)[0], options={"scale": 1e-9}), column.device)
+    case.inputs["value"] = torch.eye(n, device=column.device, dtype=case.dtype)[:, None].repeat(1, 2, 1)[..., :256]
     function, found = column.call(case, dropout_p=p), []
     for is_first in (True, True, False):
         if is_first:
@@ -407,7 +416,7 @@ def test_trees(column, options, extra):
     if lacking := ({extra, *options} & set(FEATURES)) - BACKENDS[column.backend].features:
         pytest.skip(FEATURES[lacking.pop()])
     case = problem("self", "causal", extra, lengths=[tree.total], dtype=column.dtype, options=options)
-    case = placed(case) if column.device == DEVICE else case
+    case = placed(case, column.device)
     lengths = tree.sequences.lengths.tolist()
 
     def shared(**arguments):
@@ -451,7 +460,7 @@ FLOPS = [("cpu", row) for row in list(ROWS)[:20:2]] + [("auto", "softcap"), ("to
 def test_flops_are_those_of_the_visible_keys(backend, row):
     column = COLUMNS.get(backend, COLUMNS["cpu"])
     case = dataclasses.replace(column.problem(row), relative=(), sinks=False, alibi="")
-    case = placed(case) if column.device == DEVICE else case
+    case = placed(case, column.device)
     options = {name: x for name, x in case.options.items() if name not in ("scale", "softcap", "alibi_slopes")}
     leaves = [x.requires_grad_() for x in case.inputs.values()]
     pairs = visible_pairs(case.lengths, case.key_lengths or case.lengths, **options) * case.heads

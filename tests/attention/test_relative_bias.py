@@ -11,7 +11,7 @@ import torch
 from calls import call
 from oracle import Problem, assert_same, problem
 from sweeps import covering, pairwise, sweep_except
-from token_tiled_cases import DEVICE, IGNORED_WARNINGS, case_of, on_tiles, placed, truth
+from token_tiled_cases import DEVICE, IGNORED_WARNINGS, case_of, device_of, on_tiles, placed, truth
 
 from nt_attention import RelativeBias, SequenceLayout, varlen_attention
 from nt_attention.kernels import custom_ops, relative
@@ -25,9 +25,11 @@ BOTH = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "token_tiled"])
 def test_batch_of_no_sequences(backend):
-    query, bias = torch.randn(3, 2, 8), torch.randn(2, 5, requires_grad=True)
-    relative = RelativeBias(torch.zeros(7, dtype=torch.int64), bias, torch.randn(3, 2, 5, requires_grad=True))
-    out = varlen_attention(query, query, query, SequenceLayout.from_lengths([]), relative=relative, backend=backend)
+    with device_of(backend) as device:
+        query, bias = torch.randn(3, 2, 8), torch.randn(2, 5, requires_grad=True)
+        relative = RelativeBias(torch.zeros(7, dtype=torch.int64), bias, torch.randn(3, 2, 5, requires_grad=True))
+    layout = SequenceLayout.from_lengths([], device=device)
+    out = varlen_attention(query, query, query, layout, relative=relative, backend=backend)
     for x, grad in zip(relative.tensors, torch.autograd.grad(out.sum(), relative.tensors), strict=True):
         assert torch.equal(grad, torch.zeros_like(x))
 
@@ -36,14 +38,12 @@ def test_batch_of_no_sequences(backend):
 @pytest.mark.parametrize("name", TERMS)
 def test_nan_in_a_bias_is_propagated(backend, name):
     """A NaN in every bucket of one row or head, in a call without other NaN."""
-    x = torch.zeros(5, 2, 16)
-    biases = {"bias": torch.zeros(2, 3), "query_bias": torch.zeros(5, 2, 3), "key_bias": torch.zeros(5, 2, 3)}
-    row = (1,) if name == "bias" else (4, 1)
-    biases[name][row] = torch.nan
-    bias = RelativeBias(torch.arange(-1, 2) + 1, **biases)
-    layout = SequenceLayout.from_lengths([2, 3])
+    with device_of(backend) as device:
+        x, buckets, expected = torch.zeros(5, 2, 16), torch.arange(-1, 2) + 1, torch.zeros(5, 2, dtype=torch.bool)
+        biases = {"bias": torch.zeros(2, 3), "query_bias": torch.zeros(5, 2, 3), "key_bias": torch.zeros(5, 2, 3)}
+    biases[name][(1,) if name == "bias" else (4, 1)] = torch.nan
+    bias, layout = RelativeBias(buckets, **biases), SequenceLayout.from_lengths([2, 3], device=device)
     out, lse = varlen_attention(x, x, x, layout, relative=bias, return_lse=True, backend=backend)
-    expected = torch.zeros(5, 2, dtype=torch.bool)
     expected[slice(None) if name == "bias" else slice(4, 5) if name == "query_bias" else slice(2, 5), 1] = True
     assert torch.equal(lse.isnan(), expected)
     assert torch.equal(out.isnan().all(-1), expected)
@@ -55,7 +55,7 @@ def test_nan_in_a_bias_is_propagated(backend, name):
 )
 def test_rows_whose_biases_are_minus_infinity_see_no_key(backend, name, window_size, needs_grad):
     """Of head 1: all rows, row 4, or the rows of the second sequence. Everything is finite, and 0 in these rows."""
-    device = torch.device("cpu") if backend == "cpu" else DEVICE
+    device = device_of(backend)
     layout, buckets = SequenceLayout.from_lengths([3, 5], device=device), torch.tensor([0, 0, 1, 2, 2], device=device)
     hidden = {"bias": slice(None), "query_bias": slice(4, 5), "key_bias": slice(3, 8)}[name]
 
@@ -104,7 +104,7 @@ def test_offsets_of_biases_exceed_32_bits(apart):
 @pytest.mark.parametrize("backend", ["cpu", "reference", "token_tiled"])
 def test_buckets_out_of_range_count_as_the_nearest(backend, monkeypatch):
     """As on a GPU, where the host does not read them. On a CPU they raise an error before the call runs."""
-    case = case_of("self", "full", "relative", dtype=torch.float32)
+    case = case_of("self", "full", "relative", device_of(backend), dtype=torch.float32)
     case.bucket_table = torch.randint(-5, 25, case.bucket_table.shape)
     monkeypatch.setattr(relative, "can_be_read", lambda _: False)
     got = case.solve(call(case, backend))
@@ -118,7 +118,7 @@ class TestGradients:
         | {"wanted": [("bias",), ("key_bias", "query"), ("query_bias",), ("value",)]}
     )
     def test_only_those_that_are_needed(self, backend, wanted):
-        case = case_of("cross", "causal", "relative", dtype=torch.float32)
+        case = case_of("cross", "causal", "relative", device_of(backend), dtype=torch.float32)
         want = truth(case)
         leaves = {name: x.clone().requires_grad_(name in wanted) for name, x in case.inputs.items()}
         out, lse = call(case, backend)(**case.arguments(leaves), **case.options)
@@ -140,7 +140,7 @@ class TestGradients:
 
     @covering({"backend": ["cpu", "token_tiled"], "which": ["buckets", *TERMS]})
     def test_in_place_change_before_the_backward(self, backend, which):
-        case = case_of("self", "causal", "relative", dtype=torch.float32)
+        case = case_of("self", "causal", "relative", device_of(backend), dtype=torch.float32)
         leaves = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
         arguments = case.arguments({name: x * 1 for name, x in leaves.items()})
         out, _ = call(case, backend)(**arguments)
@@ -191,9 +191,9 @@ def test_nan_that_no_visible_pair_uses_does_not_reach_the_gradient_of_bias(deter
         key_bias[63, 0, 0] = torch.nan
         buckets = torch.arange(17)
     results = []
-    for backend in ("reference", "token_tiled"):
+    for options in ({"backend": "reference"}, {"backend": "token_tiled", "deterministic": deterministic}):
         relative = RelativeBias(buckets, bias=bias, key_bias=key_bias)
-        out = varlen_attention(q, k, v, layout, relative=relative, deterministic=deterministic, backend=backend)
+        out = varlen_attention(q, k, v, layout, relative=relative, **options)
         results.append(torch.autograd.grad(out.square().sum(), bias)[0])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 

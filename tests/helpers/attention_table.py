@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same
-from token_tiled_cases import DEVICE, GPU, placed
+from token_tiled_cases import DEVICE, GPU, device_of, placed, truth
 from token_tiled_cases import LENGTHS as FEW_TOKENS
 
 import nt_attention as nta
@@ -129,14 +129,12 @@ def problem_of(name: str, small: bool, dtype: torch.dtype, device: torch.device,
         fields |= {"heads": 2, "kv_heads": 2}
     elif small and fields["kv_heads"] == 3:
         fields |= {"heads": 4, "kv_heads": 2}
-    case = Problem(**{**sizes, **fields}, dtype=dtype)
-    return placed(case) if device == DEVICE else case
+    return placed(Problem(**{**sizes, **fields}, dtype=dtype), device)
 
 
 @functools.lru_cache(maxsize=256)
 def _truth(name: str, small: bool, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    with device:
-        return problem_of(name, small, dtype, device).truth()
+    return truth(problem_of(name, small, dtype, device))
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ class Column:
 
     @property
     def device(self) -> torch.device:
-        return CPU if self.backend in ("cpu", "fake", "reference") else DEVICE
+        return device_of(self.backend)
 
     def problem(self, name: str) -> Problem:
         return problem_of(name, self.small, self.dtype, self.device)

@@ -11,8 +11,9 @@ from nt_attention import SequenceLayout, varlen_attention
 
 def call(case: Problem, backend: str = "auto", **options):
     """`varlen_attention` with the layouts of the problem. It returns out and lse, as `Problem.solve` expects."""
-    layout = SequenceLayout.from_lengths(case.lengths)
-    key_layout = None if case.key_lengths is None else SequenceLayout.from_lengths(case.key_lengths)
+    device = case.inputs["query"].device
+    layout = SequenceLayout.from_lengths(case.lengths, device=device)
+    key_layout = None if case.key_lengths is None else SequenceLayout.from_lengths(case.key_lengths, device=device)
     return partial(varlen_attention, layout=layout, key_layout=key_layout, return_lse=True, backend=backend, **options)
 
 

@@ -52,16 +52,21 @@ def cases_of(names, every, *axes):
     return sweep(names, chosen)
 
 
-def case_of(lengths, geometry, extra, /, **more) -> Problem:
-    """The oracle's case with the lengths above and few heads, on the device."""
+def device_of(backend):
+    """Where the tables call a backend: the CPU's own and the reference on the CPU."""
+    return torch.device("cpu") if backend in ("cpu", "fake", "reference") else DEVICE
+
+
+def case_of(lengths, geometry, extra, /, device=DEVICE, **more) -> Problem:
+    """The oracle's case with the lengths above and few heads."""
     heads = EXTRAS[extra] if "heads" in EXTRAS[extra] else {"heads": 2, "kv_heads": 2}
     heads = {"heads": 4, "kv_heads": 2} if heads["kv_heads"] == 3 else heads
-    return placed(oracle.problem("self", geometry, extra, **{**LENGTHS[lengths], **heads, **more}))
+    return placed(oracle.problem("self", geometry, extra, **{**LENGTHS[lengths], **heads, **more}), device)
 
 
-def placed(case: Problem) -> Problem:
+def placed(case: Problem, device: torch.device = DEVICE) -> Problem:
     def move(x):
-        return x.to(DEVICE) if isinstance(x, Tensor) else x
+        return x.to(device) if isinstance(x, Tensor) else x
 
     case.inputs, case.options = ({k: move(x) for k, x in d.items()} for d in (case.inputs, case.options))
     case.grads = tuple(map(move, case.grads))
@@ -79,7 +84,7 @@ def on_tiles(case, **options):
 
 
 def truth(case):
-    with DEVICE:
+    with case.inputs["query"].device:
         return case.truth()
 
 

@@ -263,6 +263,7 @@ class TestCalls:
         assert handle.graphs.captured == 2
 
     def test_a_device_that_takes_the_time(self, monkeypatch):
+        monkeypatch.setattr(graph_policy, "new_event", FakeEvent)
         monkeypatch.setattr(FakeEvent, "slower", 2.0)
         model, handle, other = self.make()
         for _ in range(OFTEN + 3):

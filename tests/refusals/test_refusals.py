@@ -369,8 +369,8 @@ Q, OFFSETS = torch.randn(8, 4, 32), int32(0, 3, 8)
 VARLEN = partial(compat.flash_attn_varlen_func, Q, Q, Q, OFFSETS, OFFSETS)
 DENSE = partial(compat.flash_attn_func, *[Q[None]] * 3)
 POOL, TABLE, X = torch.randn(4, 4, 4, 32), int32(0, 1).view(2, 1), torch.randn(7, 3, 5)
-MINE = nta.Backend("mine", "a test", lambda: None, lambda *_: None, differentiable=True)
-named = partial(MINE.__class__, about="", missing=lambda: None, forward=lambda *_: None, differentiable=True)
+MINE = nta.Backend("mine", "a test", lambda: None, lambda *_: None, traits={"differentiable"})
+named = partial(nta.Backend, about="", missing=lambda: None, forward=lambda *_: None, traits={"differentiable"})
 OTHERS = {
     "positional options": (lambda: varlen_attention(X, X, X, LAYOUT, LAYOUT, True), TypeError, "positional"),
     "relative of another type": (
