@@ -86,7 +86,11 @@ def test_head_dims(dims, dtype):
 @cases_of("dims, extra, dtype", 1, WIDE_HEAD_DIMS, ["gqa", "all"], HALVES)
 def test_head_dims_above_256(dims, extra, dtype):
     head_dim, value_dim = dims
-    check(case_of("cross", "causal-window", extra, dtype=dtype, head_dim=head_dim, value_dim=value_dim))
+    options = {"scale": head_dim**-0.5}  # with another one, gradients of scores are large, and rounded with an error
+    case = case_of(
+        "cross", "causal-window", extra, dtype=dtype, head_dim=head_dim, value_dim=value_dim, options=options
+    )
+    check(case, slack=2)
 
 
 def test_layout_made_in_inference_mode():
