@@ -69,10 +69,11 @@ def loss_of(case, out, lse):
     return (out * case.grads[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * case.grads[1]).sum()
 
 
-@pytest.mark.usefixtures("uninitialized_is_nan")
 @table({name: column.rows for name, column in COLUMNS.items()})
-def test_results_and_gradients(column, row, kernel_calls):
+def test_results_and_gradients(column, row, kernel_calls, request):
     """Rows past the end, and memory that nobody has written, are NaN. Inputs are not changed."""
+    if column.backend != "flex":  # the compiler can't follow it
+        request.getfixturevalue("uninitialized_is_nan")
     case = column.problem(row)
     poison(case)
     before = {name: x.clone() for name, x in case.inputs.items()}
@@ -393,13 +394,14 @@ def test_dropout_drops_its_share_and_keeps_the_mean(column, p):
     weights, again, other = found
     kept = weights > 0
     torch.testing.assert_close(weights[kept] * n * (1 - p), torch.ones_like(weights[kept]))
-    assert abs(1 - kept.double().mean().item() - p) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    rounded = 1 / 256 if column.backend == "torch_flash" else 0.0  # it draws 8 bits
+    assert abs(1 - kept.double().mean().item() - p) < 5 * (p * (1 - p) / kept.numel()) ** 0.5 + rounded
     # and not in step over heads, queries, keys or calls: two masks agree where both keep or both drop
     agree = p**2 + (1 - p) ** 2
     pairs = [(kept[:, 0], kept[:, 1]), (kept[1:], kept[:-1]), (kept[..., 1:], kept[..., :-1]), (kept, other > 0)]
     for one, two in pairs:
         same = (one == two).double().mean().item()
-        assert abs(same - agree) < 5 * (agree * (1 - agree) / one.numel()) ** 0.5
+        assert abs(same - agree) < 5 * (agree * (1 - agree) / one.numel()) ** 0.5 + rounded
     assert torch.equal(again, weights)
 
 
