@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,22 @@ def host_us(function: Callable[[], Any], calls: int = 10, repeats: int = 7) -> f
         for _ in range(calls):
             function()
         times.append(1e6 * (time.perf_counter() - began) / calls)
+    return statistics.median(times)
+
+
+def device_busy_ms(calls: Iterable[Callable[[], Any]]) -> float:
+    """The time in ms in which the GPU is busy in a call, the median over calls, according to the profiler.
+
+    Measure it last: a process in which the profiler has run is slower.
+    """
+    times = []
+    for call in calls:
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+            call()
+            torch.cuda.synchronize()
+        on_device = [e for e in profiler.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
+        times.append(sum(e.time_range.elapsed_us() for e in on_device) / 1e3)
     return statistics.median(times)
 
 

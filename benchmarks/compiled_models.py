@@ -25,12 +25,13 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from by_turns import reserve_memory, show, wall_clock_ms
+from by_turns import device_busy_ms, reserve_memory, show, wall_clock_ms
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
 from workloads import draw_lengths
@@ -219,7 +220,7 @@ def measure(name: str, distribution: str, found: dict[str, Way], what: str, step
 
 
 def replay_ms(name: str, distribution: str, way: Way, steps: int = 4) -> float:
-    """The time of inference in a captured CUDA graph, the median over the batches of `device_busy_ms`."""
+    """The time of inference in a captured CUDA graph, the median over the batches of `busy_ms`."""
     way.model.eval()
     times = []
     for seed in range(WARMUP, WARMUP + steps):
@@ -232,19 +233,11 @@ def replay_ms(name: str, distribution: str, way: Way, steps: int = 4) -> float:
     return statistics.median(times)
 
 
-def device_busy_ms(name: str, distribution: str, way: Way, what: str, steps: int = 4) -> float:
-    """The time in which the device is busy in a step, the median over `steps` batches, according to the profiler."""
+def busy_ms(name: str, distribution: str, way: Way, what: str, steps: int = 4) -> float:
+    """The time in which the device is busy in a step, the median over `steps` batches."""
     way.model.train(what == "train")
-    times = []
-    for seed in range(WARMUP, WARMUP + steps):
-        inputs = way.inputs(*draw(name, distribution, seed))
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-            getattr(way, what)(inputs)
-            torch.cuda.synchronize()
-        on_device = [e for e in profiler.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
-        times.append(sum(e.time_range.elapsed_us() for e in on_device) / 1e3)
-    return statistics.median(times)
+    batches = (way.inputs(*draw(name, distribution, seed)) for seed in range(WARMUP, WARMUP + steps))
+    return device_busy_ms(partial(getattr(way, what), inputs) for inputs in batches)
 
 
 def table(name: str, found: dict[str, Way]) -> list[str]:
@@ -259,7 +252,7 @@ def table(name: str, found: dict[str, Way]) -> list[str]:
             if (ms := way.ms.get((distribution, what))) is None:
                 continue
             ratio = statistics.median(a / b for a, b in zip(ms, base, strict=True))
-            busy = f"{device_busy_ms(name, distribution, way, what):.2f}" if GPU else ""
+            busy = f"{busy_ms(name, distribution, way, what):.2f}" if GPU else ""
             lines.append(
                 f"| {name}, {distribution} | {'training' if what == 'train' else 'inference'} | {way_name} | "
                 f"{statistics.median(ms):.2f} ({ratio:.2f} ×) | {busy} |"

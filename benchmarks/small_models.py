@@ -31,7 +31,7 @@ from typing import Any
 import sentence_transformers
 import torch
 import transformers
-from by_turns import show, synchronize, wall_clock_ms
+from by_turns import device_busy_ms, show, synchronize, wall_clock_ms
 from sentence_transformers import SentenceTransformer
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -159,19 +159,6 @@ def warm_up(make: Callable[[], Way], steps: int) -> Way:
     return way
 
 
-def busy_ms(way: Way) -> float:
-    """The time in which the device is busy in a step: the median over 6 steps, according to the profiler."""
-    times = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-            way.run()
-            torch.cuda.synchronize()
-        on_device = [e for e in profiler.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
-        times.append(sum(e.time_range.elapsed_us() for e in on_device) / 1e3)
-    return statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=list(COLUMNS))
@@ -220,7 +207,7 @@ def main() -> None:
             f"{middle:.2f}",
             f"{low:.2f} to {high:.2f}",
             f"{statistics.median(first.ms) / middle:.2f} ×",
-            f"{busy_ms(way):.2f}" if options.busy and GPU else "",
+            f"{device_busy_ms([way.run] * 6):.2f}" if options.busy and GPU else "",
             f"{way.first_seconds:.1f}",
             f"{max(abs(x / y - 1) for x, y in zip(way.losses, first.losses, strict=True)):.1e}",
             ", ".join(f"{x:.2f}" for x in way.memory),

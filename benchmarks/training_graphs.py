@@ -30,12 +30,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from by_turns import show, wall_clock_ms
+from by_turns import device_busy_ms, show, wall_clock_ms
 from compiled_models import DEVICE, DTYPE, GPU, TINY, pad, without_dropout
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -244,20 +245,6 @@ def compare(ways: dict[str, Way], longest: int) -> dict[str, str]:
     return errors
 
 
-def device_busy_ms(way: Way, longest: int) -> float:
-    """The time in which the device is busy in a step, the median over 6 batches, according to the profiler."""
-    times = []
-    for seed in range(WARMUP, WARMUP + 6):
-        batch = Batch.draw(longest, seed)
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-            way.step(batch)
-            torch.cuda.synchronize()
-        on_device = [e for e in profiler.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
-        times.append(sum(e.time_range.elapsed_us() for e in on_device) / 1e3)
-    return statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", help="a model and its largest length, such as bert:128")
@@ -297,7 +284,8 @@ def main() -> None:
     for way_name, way in ways.items():
         of_bucket = [statistics.median(way.ms[(i - WARMUP) % 3 :: 3]) for i in range(3)]
         ratio = statistics.median(a / b for a, b in zip(way.ms, base, strict=True))
-        busy = f"{device_busy_ms(way, longest):.2f}" if GPU else ""  # nothing is timed after it
+        steps = [partial(way.step, Batch.draw(longest, seed)) for seed in range(WARMUP, WARMUP + 6)]
+        busy = f"{device_busy_ms(steps):.2f}" if GPU else ""  # nothing is timed after it
         cells = f"{statistics.median(way.ms):.2f} | {', '.join(f'{ms:.2f}' for ms in of_bucket)} | {ratio:.3f} | {busy}"
         lines.append(f"| {way_name} | {cells} |{errors.get(way_name, '')} |")
     for way_name, before in captured.items():
