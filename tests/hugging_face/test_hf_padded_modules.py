@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import nt_attention as nta
 from nt_attention.hf.check import plans
-from nt_attention.hf.pack.padded_modules import MOST_PADDED, equal_lengths, group_by_length, one_group
+from nt_attention.hf.pack.padded_modules import ON_CPU, ON_GPU, equal_lengths, group_by_length, one_group
 from nt_attention.hf.route.packed_row import PackedRow, running
 from nt_attention.patching.handle import NotPackedWarning
 
@@ -108,13 +108,13 @@ def test_only_the_modules_with_a_state_see_padding(name):
             module.register_forward_pre_hook(
                 lambda _, args, path=path: shapes.setdefault(path, []).append(args[0].shape)
             )
-    lengths = (23, 22, 21, 3, 3, 2)
+    lengths = (46, 45, 44, 3, 3, 2)
     model(**batch_of(lengths))
     rows = {path: sum(shape[:2].numel() for shape in seen) for path, seen in shapes.items()}
     assert {n for path, n in rows.items() if ".linear_attn." not in path} == {sum(lengths)}
     states = [n for path, n in rows.items() if ".linear_attn." in path]
     assert bool(states) == (name != "lfm2"), "convolutions need no padded rows"
-    assert all(sum(lengths) < n <= MOST_PADDED * sum(lengths) for n in states)
+    assert all(sum(lengths) < n < 1.2 * sum(lengths) for n in states)
 
 
 def test_with_a_kernel_for_states_that_knows_sequences_nothing_is_padded(monkeypatch):
@@ -194,14 +194,21 @@ def test_convolutions_of_other_models_stay_as_they_are():
     assert seen
 
 
-@given(st.lists(st.integers(0, 3000), max_size=60), st.integers(1, 12))
-def test_groups(lengths, most):
+@given(st.lists(st.integers(0, 3000), max_size=60), st.booleans())
+def test_groups(lengths, on_gpu):
+    """All sequences but empty ones, in groups that cost at most 4 % more than the best ones of all."""
     lengths = np.array(lengths, np.int64)
-    groups = group_by_length(lengths, most)
+    groups = group_by_length(lengths, on_gpu)
     assert sorted(np.concatenate(groups)) == np.flatnonzero(lengths).tolist() if groups else not lengths.any()
-    positions = sum(len(group) * int(lengths[group].max()) for group in groups)
-    assert len(groups) <= most
-    assert len(groups) == most or positions <= MOST_PADDED * lengths.sum()
+    step, start = ON_GPU if on_gpu else ON_CPU
+
+    def cost(rows, longest):
+        return (rows + step) * longest + start
+
+    falling, best = sorted(lengths[lengths > 0], reverse=True), [0.0]
+    for end in range(1, len(falling) + 1):
+        best.append(min(best[begin] + cost(end - begin, falling[begin]) for begin in range(end)))
+    assert sum(cost(len(group), int(lengths[group].max())) for group in groups) <= 1.04 * best[-1] + 1e-6
 
 
 def test_groups_of_equal_lengths_and_of_all_lengths():

@@ -31,13 +31,25 @@ from .convolutions import convolving, keep_apart
 if TYPE_CHECKING:
     from ...layouts.cache import Ints
 
-    # lengths (B,), the number of groups that pays → for each group the indices of its sequences
-    Grouping = Callable[[Ints, int], list[Ints]]
+    # lengths (B,), whether a GPU runs them → for each group the indices of its sequences
+    Grouping = Callable[[Ints, bool], list[Ints]]
 
-MOST_PADDED = 1.15  # positions that are computed for each token
-# Tokens for each group on a GPU. With fewer, it waits for the host: a Qwen3.5 with 8,192 tokens and PyTorch's code for
-# states took 241 ms with 3 groups, 345 with 5, and 466 with one (H100).
-LEAST_TOKENS = 2700
+
+class GroupCost(NamedTuple):
+    """What a group costs beside its positions, in positions.
+
+    Attributes:
+        step: for each position of its longest sequence. States are computed one step after the other.
+        start: once.
+    """
+
+    step: float
+    start: float
+
+
+# On a GPU the host launches each step. A training step of a Qwen3.5 with PyTorch's code for states and 8,192 tokens
+# took 466 ms with one group, 241 with 3 and 345 with 5 (H100), from which the cost of a step follows.
+ON_GPU, ON_CPU = GroupCost(2.7, 500), GroupCost(1, 100)
 _LEVEL = 1.04
 _CHECKPOINT = "_gradient_checkpointing_func"  # of a layer: what transformers calls to make a checkpoint of it
 # Arguments that describe the packed row. A padded row is read from its beginning, so it needs none.
@@ -65,8 +77,7 @@ def _groups_of(layout: Layout, grouping: Grouping) -> Groups:
     offsets = on_host(layout.host)
     lengths, total = np.diff(offsets), int(offsets[-1])
     padded, packed, begin = [], np.empty(total, np.int64), 0
-    most = max(1, total // LEAST_TOKENS) if layout.device.type == "cuda" else len(lengths)
-    for members in grouping(lengths, most):
+    for members in grouping(lengths, layout.device.type == "cuda"):
         positions = np.arange(lengths[members].max())
         tokens = offsets[:-1][members, None] + positions
         is_token = positions < lengths[members, None]
@@ -76,40 +87,36 @@ def _groups_of(layout: Layout, grouping: Grouping) -> Groups:
     return Groups(padded, to_device(packed, layout.device))
 
 
-def group_by_length(lengths: Ints, most: int) -> list[Ints]:
-    """The fewest groups of sequences that have at most `MOST_PADDED` positions for each token, without empty ones.
-
-    If that takes more than `most` groups, the `most` groups with the fewest positions.
-    """
+def group_by_length(lengths: Ints, on_gpu: bool) -> list[Ints]:
+    """The groups of similar lengths that take the least time (`GroupCost`), the longest first, without empty ones."""
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     if not len(order):
         return []
+    step, start = ON_GPU if on_gpu else ON_CPU
     lengths = lengths[order]
     # Groups begin at one of these places only: where the length has fallen by a share.
     level = np.floor(np.log(lengths) / np.log(_LEVEL))
     begins = np.flatnonzero(np.diff(level, prepend=level[0] + 1))
+    costs, firsts = [0.0], []  # of the sequences before each of these places, and where the last of their groups begins
+    for end in [*begins[1:], len(order)]:
+        of_last = (end - begins[: len(costs)] + step) * lengths[begins[: len(costs)]] + start
+        totals = np.array(costs) + of_last
+        firsts.append(int(totals.argmin()))
+        costs.append(float(totals.min()))
+    groups, end = [], len(begins)
     ends = np.append(begins, len(order))
-    # computed[i]: the fewest positions of the sequences before begins[i], in as many groups as there were rounds.
-    computed = np.append(0, np.full(len(begins), np.inf))
-    padded = np.where(ends > begins[:, None], (ends - begins[:, None]) * lengths[begins, None], np.inf)
-    choices: list[Ints] = []
-    while not choices or (computed[-1] > MOST_PADDED * lengths.sum() and len(choices) < most):
-        totals = computed[:-1, None] + padded
-        choices.append(totals.argmin(0))
-        computed = totals.min(0)
-    groups, at = [], len(begins)
-    for choice in reversed(choices):
-        groups.append(order[begins[choice[at]] : ends[at]])
-        at = int(choice[at])
+    while end:
+        groups.append(order[ends[firsts[end - 1]] : ends[end]])
+        end = firsts[end - 1]
     return groups[::-1]
 
 
-def equal_lengths(lengths: Ints, most: int = 0) -> list[Ints]:
+def equal_lengths(lengths: Ints, on_gpu: bool = False) -> list[Ints]:
     """The sequences in groups of equal lengths, without empty ones."""
     return [np.flatnonzero(lengths == length) for length in np.unique(lengths[lengths > 0])]
 
 
-def one_group(lengths: Ints, most: int = 1) -> list[Ints]:
+def one_group(lengths: Ints, on_gpu: bool = False) -> list[Ints]:
     """All sequences but empty ones as one group, with as much padding as there can be: for the check."""
     return [np.flatnonzero(lengths)] if lengths.any() else []
 
