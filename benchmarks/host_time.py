@@ -56,7 +56,7 @@ def main() -> None:
         plain = [x.detach() for x in packed]
         nested = [layout.to_nested(x).requires_grad_() for x in plain]
         projected = [layout.to_nested(x) for x in packed]
-        call = plan(*packed, layout, backend=name).call
+        call = plan(*packed, layout, backend=name)
         attend = functools.partial(nta.varlen_attention, backend=name)
         raw = us(functools.partial(backend.forward, *plain, call))
         times = [us(functools.partial(attend, *packed, layout)), us(functools.partial(attend, *nested))]

@@ -661,8 +661,8 @@ def layout_of_mask(is_token: Ints, device: torch.device) -> SequenceLayout:
         first, end, lengths = (x[lengths > 0] for x in (first, end, lengths))
     has_holes = bool((index[end - 1] - index[first] >= lengths).any())
     with creating_cached_tensors():
-        index, offsets = to_device(index, device), offsets_of_ends(ends, device)
-        return SequenceLayout(ends, offsets, padded_length=length, padded_index=index, has_holes=has_holes)
+        offsets, of_tokens = offsets_of_ends(ends, device), to_device(index, device)
+        return SequenceLayout(ends, offsets, padded_length=length, padded_index=of_tokens, has_holes=has_holes)
 
 
 def layout_of_padding(padding: Tensor) -> SequenceLayout | None:

@@ -15,6 +15,7 @@ Dimensions: T query tokens, S key tokens, H heads, n tiles of a call, P gathered
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -200,7 +201,7 @@ class Tiling:
             return MASKED_ROWS
         return max(FEW_ROWS, min(MASKED_ROWS, MOST_SCORES // max(1, keys * self.spec.num_heads)))
 
-    @property
+    @functools.cached_property
     def price(self) -> int:
         """A call in pairs. That of the backward starts threads several times, and both have the same plan."""
         return PAIRS_OF_CALL * (2 if self.spec.needs_grad else 1)
