@@ -78,7 +78,7 @@ def pairs(backend: Backend, device: torch.device) -> dict[str, tuple[Callable[[]
     query, key, value, grad = torch.randn(4, layout.total, HEADS, HEAD_DIM, device=device, dtype=dtype).unbind()
     inputs = Tensors(query, key, value)
     leaves = [x.clone().requires_grad_() for x in inputs]
-    call = plan(*leaves, layout, is_causal=True, backend=backend.name).call
+    call = plan(*leaves, layout, is_causal=True, backend=backend.name)
     arguments = (*inputs, *custom_ops.arguments_of(call, backend.name))
     operators = torch.ops.nt_attention
     out, lse, state, selected = operators.attention_forward(*arguments)

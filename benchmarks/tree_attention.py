@@ -155,7 +155,7 @@ def measure(name: str, backends: list[str], rounds: int, every_way: bool) -> Mea
     sizes: dict[tuple[str, str], list[float]] = {}
     for backend in backends:
         run = functools.partial(attend, q, k, v, tree, is_causal=True, backend=backend)
-        spec = plan(q, k, v, tree, is_causal=True, backend=backend).call.spec
+        spec = plan(q, k, v, tree, is_causal=True, backend=backend).spec
         expected = ways.expected_us(BACKENDS[backend], spec, tree)
         calls[f"tree {backend}"] = (run, inputs, "")
         for way in expected if every_way else ():
@@ -173,7 +173,7 @@ def measure(name: str, backends: list[str], rounds: int, every_way: bool) -> Mea
         peaks[name_of_way] = peak_of(both[name_of_way])
         forwards[name_of_way] = torch.no_grad()(forced(way, run) if way else run)
     forward, both = times_of(forwards, rounds), times_of(both, rounds)
-    spec_pairs = CallSize.of(plan(q, k, v, tree, is_causal=True).call).pairs
+    spec_pairs = CallSize.of(plan(q, k, v, tree, is_causal=True)).pairs
     flops = 4 * spec_pairs * heads * dim
     bound = flops / 600e9, 3.5 * flops / 500e9
     cells = [name, f"{tree.total} of {tree.sequences.total}", f"{bound[0]:.2f} / {bound[1]:.2f}"]

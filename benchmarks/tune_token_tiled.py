@@ -74,7 +74,7 @@ class Bench:
         with support.by_documentation():
             call = plan(
                 self.q, self.k, self.v, self.layout, backend="token_tiled", relative=self.relative, **workload.options
-            ).call
+            )
         self.window = call.spec.window
         self.forward = ops.Launcher.make(self.q, self.k, self.v, call)
         self.backward = ops.Launcher.make(self.q, self.k, self.v, call, self.relative is not None)

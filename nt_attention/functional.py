@@ -17,7 +17,6 @@ from torch import Tensor
 from .compiler import EAGER, TRACED, call_mode, is_compiling, refuse_tracers
 from .kernels.adapters import Tensors
 from .kernels.autograd import run
-from .kernels.backend import Backend
 from .kernels.call import (
     OPTIONS,
     AttentionSpec,
@@ -173,13 +172,13 @@ def varlen_attention(
     if sinks is not None:
         check_sinks(sinks, arguments.tensors.query)
         arguments = arguments._replace(sinks=True)
-    planned = plan_arguments(arguments, alibi_slopes, backend, options)
-    if not isinstance(planned.backend, str) and planned.backend.name == "reference":
-        warn_if_slow(planned.call, backend)
-    out, lse = run(planned.backend, planned.tensors, sinks, planned.call, planned.mode)
-    if planned.rewrap is not None:
-        out = planned.rewrap(out)
-        lse = planned.rewrap(lse, True) if return_lse else lse
+    call = plan_arguments(arguments, alibi_slopes, backend, options)
+    if not isinstance(call.backend, str) and call.backend.name == "reference":
+        warn_if_slow(call, backend)
+    out, lse = run(call.backend, arguments.tensors, sinks, call, arguments.mode)
+    if arguments.rewrap is not None:
+        out = arguments.rewrap(out)
+        lse = arguments.rewrap(lse, True) if return_lse else lse
     return (out, lse) if return_lse else out
 
 
@@ -243,26 +242,17 @@ _name_options(varlen_attention)
 _name_options(explain)
 
 
-class PlannedCall(NamedTuple):
-    """A checked call and its backend.
+class Arguments(NamedTuple):
+    """The tensors of a call, and who sees it.
 
     Attributes:
         tensors: packed query, key and value.
-        call: all other arguments of a kernel.
-        backend: the backend to run. In a graph, "auto" or a name, which is looked up when the graph runs.
+        layout, key_layout, relative: as for `varlen_attention`, after checks.
+        needs_grad: whether any gradients may be needed.
         mode: who sees the call, see `call_mode`.
         rewrap: converts a packed result to a NestedTensor like `query`; None if the caller passed packed tensors.
+        sinks: whether sinks are passed.
     """
-
-    tensors: Tensors
-    call: Call
-    backend: Backend | str
-    mode: str
-    rewrap: Callable[..., Tensor] | None
-
-
-class Arguments(NamedTuple):
-    """The tensors of a call, and who sees it (`call_mode`). `rewrap` is that of `PlannedCall`."""
 
     tensors: Tensors
     layout: Layout
@@ -285,8 +275,8 @@ def plan(
     relative: RelativeBias | None = None,
     backend: str = "auto",
     **options: Unpack[Options],
-) -> PlannedCall:
-    """Check a call of `varlen_attention` and choose its backend, without running it."""
+) -> Call:
+    """Check a call of `varlen_attention` and choose its backend, which is `Call.backend`, without running it."""
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
     return plan_arguments(
@@ -294,9 +284,7 @@ def plan(
     )
 
 
-def plan_arguments(
-    arguments: Arguments, slopes: Tensor | None, backend: str, options: Mapping[str, Any]
-) -> PlannedCall:
+def plan_arguments(arguments: Arguments, slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> Call:
     """See `plan`. All layers of a model share one `Choice`, which is cached with the layout."""
     tensors, layout, key_layout, relative, needs_grad, mode, rewrap, sinks = arguments
     query, key, value = tensors
@@ -324,8 +312,8 @@ def plan_arguments(
     if mode != TRACED and (has_biases or is_paged or rows != (layout.total, key_layout.total, key_layout.total)):
         _check_tensors_of_call(arguments, slopes)  # what is not in the cache key
     chosen, spec, dims, is_direct, prepared = choice
-    call = Call(layout, key_layout, slopes, spec, dims, relative, None if has_biases else prepared, is_direct)
-    return PlannedCall(tensors, call, backend if chosen is None else chosen, mode, rewrap)
+    prepared = None if has_biases else prepared
+    return Call(layout, key_layout, slopes, spec, dims, relative, prepared, is_direct, chosen or backend)
 
 
 def _check(

@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.nn import attention
 
 from .compat._layouts import equal_lengths
-from .functional import Arguments, PlannedCall, plan_arguments
+from .functional import Arguments, plan_arguments
 from .kernels import adapters
 from .kernels.adapters import Tensors
-from .kernels.backend import Backend, BackwardInputs
+from .kernels.backend import BackwardInputs
 from .kernels.backends.flash import heads_first, tokens_first
+from .kernels.call import Call
 from .kernels.paged import forward as forward_in_pool
 from .layouts.paged import PagedLayout
 from .layouts.protocol import Layout
@@ -151,13 +152,12 @@ class FlashOperators:
         Raises:
             ValueError: an argument is not supported, or the backend does not support the call.
         """
-        query, planned = given.query, self._plan(given, needs_grad=False)
-        assert isinstance(planned.backend, Backend)
-        if planned.call.spec.paged:
-            out, lse = forward_in_pool(planned.backend, *planned.tensors, planned.call)
+        query, (tensors, call) = given.query, self._plan(given, needs_grad=False)
+        if call.spec.paged:
+            out, lse = forward_in_pool(call.backend, *tensors, call)
         else:
-            out, lse, _ = adapters.forward(planned.backend, planned.tensors, planned.call)
-        lse = heads_first(lse, planned.call.spec)
+            out, lse, _ = adapters.forward(call.backend, tensors, call)
+        lse = heads_first(lse, call.spec)
         if given.cum_seq_q is None:
             out = out.view(*query.shape[:3], out.shape[2])
             lse = lse.unflatten(1, query.shape[:2]).transpose(0, 1).contiguous()
@@ -176,13 +176,12 @@ class FlashOperators:
     @_operator
     def backward(self, given: Any) -> tuple[Tensor, ...]:
         """The gradients of query, key and value, with the arguments and results of `forward`."""
-        planned = self._plan(given, needs_grad=True)
+        tensors, call = self._plan(given, needs_grad=True)
         grad_out, out, lse = given.grad_out, given.out, given.logsumexp
         if given.cum_seq_q is None:
             grad_out, out, lse = grad_out.flatten(0, 1), out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        saved = BackwardInputs(grad_out, None, out, tokens_first(lse, planned.call.spec), None)
-        assert isinstance(planned.backend, Backend)
-        grads = adapters.backward(planned.backend, saved, planned.tensors, planned.call)
+        saved = BackwardInputs(grad_out, None, out, tokens_first(lse, call.spec), None)
+        grads = adapters.backward(call.backend, saved, tensors, call)
         inputs = given.query, given.key, given.value
         return tuple(_with_strides_of(grad.view(x.shape), x) for grad, x in zip(grads, inputs, strict=True))
 
@@ -206,7 +205,7 @@ class FlashOperators:
         inputs = given.query, given.key, given.value
         return tuple(_with_strides_of(grad.transpose(1, 2), x) for grad, x in zip(grads, inputs, strict=True))
 
-    def _plan(self, given: Any, needs_grad: bool) -> PlannedCall:
+    def _plan(self, given: Any, needs_grad: bool) -> tuple[Tensors, Call]:
         """Check and select, cached with the layouts. Dense inputs are packed."""
         _check_supported(given)
         tensors, backend = Tensors(given.query, given.key, given.value), self.backend
@@ -223,7 +222,7 @@ class FlashOperators:
         if given.seqused_k is not None and backend == "token_tiled":
             backend = "split_kv"
         layouts = _layout_of(given.query, given.cum_seq_q, given.max_q), _key_layout(given)
-        return plan_arguments(Arguments(tensors, *layouts, needs_grad=needs_grad), None, backend, options)
+        return tensors, plan_arguments(Arguments(tensors, *layouts, needs_grad=needs_grad), None, backend, options)
 
 
 def _layout_of(x: Tensor, offsets: Tensor | None, longest: int) -> Layout:

@@ -67,8 +67,8 @@ ERRORS = [
     Error(
         "one hole is no hole",
         "layouts/sequence.py",
-        "(index[last] - index[first] > last - first)",
-        "(index[last] - index[first] > last - first + 1)",
+        "(index[end - 1] - index[first] >= lengths)",
+        "(index[end - 1] - index[first] > lengths)",
         "layout/test_layout_laws.py",
     ),
     Error(
@@ -687,8 +687,8 @@ ERRORS = [
     Error(
         "a sliding window has one key more",
         "hf/route/attention.py",
-        "window = call.sliding_window - 1 if call.sliding_window else -1",
-        "window = call.sliding_window if call.sliding_window else -1",
+        "window = sliding_window - 1 if sliding_window else -1",
+        "window = sliding_window if sliding_window else -1",
         "hugging_face/test_hf_attention_function.py",
     ),
     Error(

@@ -183,7 +183,7 @@ def counts(inputs: CaseInputs, backward: bool) -> tuple[float, ...]:
     """The numbers in which the expected time of a call is linear."""
     q, k, v = (x.detach().requires_grad_(backward) for x in inputs.qkv)
     options = {name: x for name, x in inputs.options.items() if name != "sinks"}
-    call = plan(q, k, v, inputs.layout, inputs.key_layout, backend="reference", **options).call
+    call = plan(q, k, v, inputs.layout, inputs.key_layout, backend="reference", **options)
     return cost_model.counts(call.spec, CallSize.of(call))
 
 

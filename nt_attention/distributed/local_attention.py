@@ -58,18 +58,18 @@ class LocalAttention:
         with torch.set_grad_enabled(self.needs_grad):
             inputs = Tensors(*[x.detach().requires_grad_(self.needs_grad) for x in (query, key, value)])
             more = {"alibi_slopes": self.slopes, "backend": self.backend, **self.options}
-            planned = plan(*inputs, self.layout, self.key_layout, **more)
-            backend = planned.backend
+            call = plan(*inputs, self.layout, self.key_layout, **more)
+            backend = call.backend
             assert isinstance(backend, Backend)
             if backend.name == "reference":
-                warn_if_slow(planned.call, self.backend)
+                warn_if_slow(call, self.backend)
             if backend.differentiable:
                 with saved_tensors_hooks(_keep, _kept):
-                    out, lse = differentiable_forward(backend, inputs, planned.call)
+                    out, lse = differentiable_forward(backend, inputs, call)
                 return out.detach(), lse.detach(), _SavedGraph(inputs, out, lse)
         if backend.name != "reference":  # it may be slow, and then warns
-            self.planned[plan_key] = backend, planned.call
-        return self._run(backend, planned.call, Tensors(*[x.detach() for x in inputs]), given)
+            self.planned[plan_key] = backend, call
+        return self._run(backend, call, Tensors(*[x.detach() for x in inputs]), given)
 
     def _run(self, backend: Backend, call: Call, inputs: Tensors, given: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
         out, lse, *rest = autograd.forward(backend, inputs, call, given)

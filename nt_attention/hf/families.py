@@ -99,6 +99,7 @@ OWN_ATTENTION = {
 TOKEN_INPUTS = {"input_ids", "inputs_embeds", "token_type_ids", "shift_labels", "labels"}
 # The sequences of rows that the caller packed, as transformers' DataCollatorWithFlattening gives them.
 ROW_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+SPANS = ("start_positions", "end_positions")
 CACHE = {"past_key_values", "cache"}  # its names as an argument and as an output; the second since transformers 5.24
 # Arguments of a model. A call with any other one can't run packed.
 INPUTS = TOKEN_INPUTS | ROW_INPUTS | CACHE | {

@@ -416,6 +416,8 @@ class Call(NamedTuple):
         relative: The relative bias, or None.
         prepared: Forwards and backwards that run again for other tensors; None if they can't be kept.
         is_direct: Whether no adapter is needed for tensors without rows past the end, contiguous in the last dimension.
+        backend: The `Backend` that was chosen. In a graph, "auto" or a name, which is looked up when the graph runs.
+            None if it is not chosen yet.
     """
 
     layout: Layout
@@ -426,6 +428,7 @@ class Call(NamedTuple):
     relative: RelativeBias | None = None
     prepared: PreparedRuns | None = None
     is_direct: bool = False
+    backend: Any = None
 
     @property
     def paged(self) -> PagedLayout:

@@ -131,7 +131,7 @@ def _checked(backend: Backend) -> Backend:
 
 def backends() -> dict[str, Backend]:
     """All backends by name: our own, then those that are registered."""
-    return {**BACKENDS, **{backend.name: backend for backend in registered}}
+    return {**BACKENDS, **{backend.name: backend for backend in registered}} if registered else BACKENDS
 
 
 def number_of(backend: Backend) -> int:

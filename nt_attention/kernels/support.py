@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -41,6 +41,7 @@ class VerifiedSupport:
     gpu: str
     versions: dict[str, str]
     results: dict[str, dict[str, dict[str, dict[str, str]]]]
+    _found: dict[Any, tuple[int, int] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def has(self, backend: Backend, spec: AttentionSpec, kind: str, which: str) -> bool:
         """Whether a head dim or feature is verified, with gradients if the call needs them."""
@@ -52,6 +53,12 @@ class VerifiedSupport:
 
     def head_dims(self, backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
         """The verified head dims (D, Dv) to which a call is padded; None if there are none."""
+        key = (backend, spec.dtype, spec.head_dim, spec.value_dim, spec.needs_grad)
+        if key not in self._found:  # asked for each batch, and it takes 40 µs
+            self._found[key] = self._find_head_dims(backend, spec)
+        return self._found[key]
+
+    def _find_head_dims(self, backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
         listed = self._of(backend, spec).get("head dims", {})
         verified = [dims_of(which) for which in listed if self.has(backend, spec, "head dims", which)]
         padded = backend.head_dims.padded(spec.head_dim, spec.value_dim)

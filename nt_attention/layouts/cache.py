@@ -211,11 +211,25 @@ def offsets_of_lengths(lengths: Ints, device: torch.device) -> tuple[Ints, Tenso
     ends = np.zeros(lengths.size + 1, np.int64)
     lengths.cumsum(out=ends[1:])
     if ends[-1] > INT32_MAX or lengths.max(initial=0) > INT32_MAX:  # both, because the sum may overflow
-        raise ValueError(
-            f"the lengths add up to {sum(map(int, lengths))} tokens, but kernels support at most {INT32_MAX}: "
-            "split the batch."
-        )
+        raise _too_many_tokens(sum(map(int, lengths)))
     return ends, to_device(ends.astype(np.int32), device)
+
+
+def offsets_of_ends(ends: Ints, device: torch.device) -> Tensor:
+    """(B+1,) int32 on `device`, from offsets that begin at 0 and do not decrease. Without a sync.
+
+    Raises:
+        ValueError: there are more than 2³¹ − 1 tokens.
+    """
+    if ends[-1] > INT32_MAX:
+        raise _too_many_tokens(int(ends[-1]))
+    return to_device(ends.astype(np.int32), device)
+
+
+def _too_many_tokens(total: int) -> ValueError:
+    return ValueError(
+        f"the lengths add up to {total} tokens, but kernels support at most {INT32_MAX}: split the batch."
+    )
 
 
 def starts_of_positions(position_ids: Tensor) -> Ints:
@@ -233,10 +247,9 @@ def no_modes() -> AbstractContextManager[Any]:
 
 def creating_cached_tensors() -> AbstractContextManager[None]:
     """A context to make cached tensors in: without inference mode, gradients, dispatch modes and transforms."""
-    is_plain = not (
-        torch.is_inference_mode_enabled() or torch.is_grad_enabled() or is_transformed() or count_dispatch_modes()
-    )
-    return nullcontext() if is_plain else _without_modes()  # it is often nested
+    if torch.is_inference_mode_enabled() or is_transformed() or count_dispatch_modes():
+        return _without_modes()
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()  # it is often nested
 
 
 @contextmanager
@@ -261,6 +274,8 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def on_host(tensor: Tensor) -> Ints:
+    if not is_transformed():
+        return tensor.detach().cpu().numpy()
     with without_transforms():
         return plain(tensor).detach().cpu().numpy()
 

@@ -26,6 +26,7 @@ from .cache import (
     creating_cached_tensors,
     find_cached,
     no_modes,
+    offsets_of_ends,
     offsets_of_lengths,
     on_host,
     owner_of,
@@ -93,7 +94,7 @@ class SequenceLayout(Layout):
         has_holes: bool = False,
     ) -> None:
         """Use a `from_*` constructor. `ends` (B+1,) int64 and `offsets` (B+1,) int32 have the same numbers."""
-        lengths = np.diff(ends)
+        lengths = ends[1:] - ends[:-1]
         longest = int(lengths.max(initial=0))
         self.__dict__.update(
             batch_size=len(lengths),
@@ -648,20 +649,20 @@ def _restore(lengths: Ints, device: torch.device, max_seqlen: int, of_mask: dict
     return layout if of_mask["padded_index"] is not None else layout.with_bound(max_seqlen)
 
 
+@outside_of_graphs  # as `SequenceLayout.of_numbers`
 def layout_of_mask(is_token: Ints, device: torch.device) -> SequenceLayout:
     """The layout of a padded batch on `device`, from its mask (B, L) on the host, True at tokens."""
     batch, length = is_token.shape
     index = is_token.reshape(-1).nonzero()[0]
-    bounds = index.searchsorted(length * np.arange(batch + 1))
-    lengths = np.diff(bounds)
-    first, last = bounds[:-1][lengths > 0], bounds[1:][lengths > 0] - 1
-    return SequenceLayout.of_numbers(
-        lengths,
-        device,
-        padded_length=length,
-        padded_index=to_device(index, device),
-        has_holes=bool((index[last] - index[first] > last - first).any()),
-    )
+    ends = index.searchsorted(length * np.arange(batch + 1))
+    first, end = ends[:-1], ends[1:]
+    lengths = end - first
+    if not lengths.all():
+        first, end, lengths = (x[lengths > 0] for x in (first, end, lengths))
+    has_holes = bool((index[end - 1] - index[first] >= lengths).any())
+    with creating_cached_tensors():
+        offsets, of_tokens = offsets_of_ends(ends, device), to_device(index, device)
+        return SequenceLayout(ends, offsets, padded_length=length, padded_index=of_tokens, has_holes=has_holes)
 
 
 def layout_of_padding(padding: Tensor) -> SequenceLayout | None:

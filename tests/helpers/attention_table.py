@@ -356,5 +356,5 @@ def spec_of(column: Column, name: str) -> Any:
     leaves = {key: x.detach().requires_grad_(column.gradients) for key, x in case.inputs.items()}
     given = case.arguments(leaves) | case.options | layouts_of(case, column.device)
     given.pop("sinks", None)
-    spec = nta.functional.plan(**given, backend="reference").call.spec
+    spec = nta.functional.plan(**given, backend="reference").spec
     return dataclasses.replace(spec, bounded=column.bounded, paged=column.paged, sinks=case.sinks, **column.options)

@@ -45,7 +45,7 @@ def test_next_layers_use_the_launches_of_the_first_one(kept):
         nta.SequenceLayout.from_lengths(KEYS, device=DEVICE),
     )
     options = {"is_causal": True, "backend": "split_kv"}
-    run = launches.prepare_forward(*layer(*layouts), plan(*layer(*layouts), *layouts, **options).call)
+    run = launches.prepare_forward(*layer(*layouts), plan(*layer(*layouts), *layouts, **options))
     for number in range(3):
         inputs = layer(*layouts)
         out, lse = run(*inputs)
@@ -57,7 +57,7 @@ def test_next_layers_use_the_launches_of_the_first_one(kept):
 
 def test_prepared_run_keeps_no_layout(kept):
     layout, key_layout = (nta.SequenceLayout.from_lengths(x, device=DEVICE) for x in ([1, 1, 1], KEYS))
-    call = plan(*layer(layout, key_layout), layout, key_layout, backend="split_kv").call
+    call = plan(*layer(layout, key_layout), layout, key_layout, backend="split_kv")
     run = launches.prepare_forward(*layer(layout, key_layout), call)
     gone = weakref.ref(layout)
     with without_garbage_collector():

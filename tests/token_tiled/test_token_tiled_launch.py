@@ -87,7 +87,7 @@ def test_prepared_forward_launches_its_kernel_on_other_tensors(kernel, monkeypat
     monkeypatch.setattr(triton_kernels, "forward_kernel", kernel)
     layout = nta.SequenceLayout.from_lengths([5, 9], device=DEVICE)
     layers = [torch.zeros(3, layout.total, 2, 16, device=DEVICE).unbind() for _ in range(3)]
-    call = plan(*layers[0], layout, backend="token_tiled", dropout_p=0.5).call
+    call = plan(*layers[0], layout, backend="token_tiled", dropout_p=0.5)
     run = ops.prepare_forward(*layers[0], call)
     results = [run(*layer) for layer in layers]
     assert len(kernel.compiled) == 1

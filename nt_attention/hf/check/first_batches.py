@@ -10,6 +10,7 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens, n tokens o
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,9 @@ _USUAL = {"input_ids", "attention_mask", "labels", "shift_labels", "use_cache", 
 _OUTPUTS = families.TOKEN_OUTPUTS - {"hidden_states"}
 
 
+_forward_of = operator.methodcaller("get", "forward")  # of the attributes of a module
+
+
 class Structure:
     """Modules, their hooks and their own `forward`, which may be changed after the check."""
 
@@ -58,8 +62,9 @@ class Structure:
         self._state, self._last = 0, self._seen[0]
 
     def _read(self) -> Any:
+        # a hot path, without Python code for each module
         children = [*map(tuple, map(dict.values, self._children))]
-        return children, [*map(len, self._hooks)], [table.get("forward") for table in self._attributes]
+        return children, [*map(len, self._hooks)], [*map(_forward_of, self._attributes)]
 
     @property
     def state(self) -> int:
@@ -169,9 +174,12 @@ class FirstBatches:
     def _kind_and_size(self, call: ModelCall, compared: Compared) -> tuple[tuple[Hashable, ...], int]:
         """The kind of a call, and its number of tokens. Reads the lengths of its rows."""
         kind, packings = _kind_of(call, compared), call.packings
-        if any(packing.has_holes for packing in packings):
-            kind = (*kind, "with padding between tokens")
-        return kind, sum(packing.layout.total for packing in packings)
+        total = 0
+        for packing in packings:
+            total += packing.layout.total
+            if packing.has_holes and len(kind) == _LENGTH_OF_KIND:
+                kind = (*kind, "with padding between tokens")
+        return kind, total
 
     def _comparison(self, call: ModelCall) -> Any:
         """What compares a call, or None if no row of it can be compared."""

@@ -163,7 +163,7 @@ class _TwoSidedCall(ModelCall):
     @property
     def length(self) -> int:
         """The length of the longest padded rows of both sides."""
-        return longest_of(self.arguments.get(name) for name in (*_SOURCE, *_TARGET))
+        return longest_of(self.arguments, (*_SOURCE, *_TARGET))
 
     @property
     def packings(self) -> tuple[Any, ...]:

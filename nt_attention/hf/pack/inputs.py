@@ -55,9 +55,9 @@ def read_packing(arguments: dict[str, Any], always: bool, head: Head | None = No
                 f"{name} is {tuple(x.shape)}, but the input is {(rows, length)} (batch, length)."
                 f"{hint if length < x.shape[1] else ''}"
             )
-    shapes = [arguments[key].shape[:2] for key in families.TOKEN_INPUTS & arguments.keys()]
-    if any(shape not in ((rows, length), (1, length)) for shape in shapes):
-        return None  # the model raises an error
+    for name in families.TOKEN_INPUTS & arguments.keys():
+        if arguments[name].shape[:2] not in ((rows, length), (1, length)):
+            return None  # the model raises an error
     mask = None if mask is None else mask != 0  # any value but 0 is a token, as in transformers
     if is_by_hand:
         return Packing.of_packed_rows(layout_of_lengths(arguments, tokens), mask, rows, length)

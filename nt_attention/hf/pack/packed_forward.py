@@ -123,7 +123,7 @@ class PackedCall:
     has_windows: bool = False
     first_batches: Any = None
 
-    @property
+    @functools.cached_property
     def pool(self) -> families.Pool | None:
         """How the pooled output is computed."""
         return self.family.pool or (families.pool_first if self.plan.pool else None)

@@ -37,7 +37,9 @@ def read_bits(masks: Sequence[Tensor]) -> list[NDArray[np.bool_]]:
 
 def begin_padded(is_token: NDArray[np.bool_]) -> bool:
     """Whether a row of a mask (B, L) begins with padding. Rows without tokens do not count."""
-    return bool(is_token.size and (is_token.any(1) > is_token[:, 0]).any())
+    if not is_token.size or is_token[:, 0].all():
+        return False
+    return bool((is_token.any(1) > is_token[:, 0]).any())
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,12 @@ class Packing(Padding):
             layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
             return cls(layout, None, rows, length, shares_rows=layout.batch_size > rows)
         check_readable(mask, "attention_mask")
-        tokens = mask != 0
+        tokens = mask if mask.dtype == torch.bool else mask != 0
         bits = [tokens] if uncounted is None else [tokens, uncounted]
         if position_ids is None:
             is_token, *others = read_bits(bits)
             layout = layout_of_mask(is_token, mask.device)
-            has_holes, shares_rows = layout.has_holes, False
+            has_holes, shares_rows, index = layout.has_holes, False, layout.index_of_tokens(length)
         else:
             before = previous_token(tokens)
             first = tokens & (starts(position_ids, tokens) | (before < 0))
@@ -100,10 +102,11 @@ class Packing(Padding):
             is_first, is_hole, is_token, *others = read_bits([first, hole, *bits])
             layout = layout_where(is_first[is_token], mask.device)
             has_holes, shares_rows = bool(is_hole.any()), bool(is_first.sum(1).max(initial=0) > 1)
+            index = to_device(np.flatnonzero(is_token), mask.device)
         flags = has_holes, shares_rows, begin_padded(is_token), bool(others and others[0].any())
         if layout.total == is_token.size:
             return cls(layout, None, rows, length, *flags)
-        return cls(layout, to_device(np.flatnonzero(is_token), mask.device), rows, length, *flags)
+        return cls(layout, index, rows, length, *flags)
 
     @classmethod
     def of_packed_rows(cls, layout: Layout, mask: Tensor | None, rows: int, length: int) -> Packing:

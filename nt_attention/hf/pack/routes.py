@@ -79,7 +79,7 @@ class ModelCall:
     @property
     def length(self) -> int:
         """The length L of the padded rows; 0 if they are not known."""
-        return longest_of(self.arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+        return longest_of(self.arguments, ("input_ids", "inputs_embeds"))
 
     @functools.cached_property
     def packing(self) -> Packing | None:
@@ -122,9 +122,14 @@ class ModelCall:
         return divided
 
 
-def longest_of(tensors: Iterable[Any]) -> int:
-    """The largest second dimension of some tensors, or 0."""
-    return max((x.shape[1] for x in tensors if isinstance(x, Tensor) and x.dim() > 1), default=0)
+def longest_of(arguments: dict[str, Any], names: Iterable[str]) -> int:
+    """The largest second dimension of some arguments, or 0."""
+    longest = 0
+    for name in names:
+        x = arguments.get(name)
+        if isinstance(x, Tensor) and x.dim() > 1:
+            longest = max(longest, x.shape[1])
+    return longest
 
 
 WITHOUT_HEAD = "ran the base model alone: what computes logits from its output computes padded positions too"
@@ -238,8 +243,9 @@ class Packed:
         # A copy: a graph that removes items of its argument does not notice items that other calls add.
         arguments = {name: x for name, x in call.arguments.items() if name not in families.ROW_INPUTS}
         as_dict = arguments.pop("return_dict", call.model.config.return_dict)
-        names = ("start_positions", "end_positions") if entry.head == "span" else ()
-        spans = {name: arguments.pop(name) for name in names if name in arguments}
+        spans = {}
+        if entry.head == "span":
+            spans = {name: arguments.pop(name) for name in families.SPANS if name in arguments}
         keep = arguments.pop("logits_to_keep", 0)
         kept = tokens_to_keep(packing, keep) if isinstance(keep, Tensor) or keep else None
 
@@ -277,9 +283,9 @@ class Packed:
             out["pooler_output"] = entry.pool(self.call.model, self.packing.first_tokens(hidden))
 
 
-def _padded_names(entry: Any, out: ModelOutput) -> list[str]:
-    """The outputs that are 0 at padding. The head of a sequence may read a state there."""
-    return [name for name in out if not (name == "last_hidden_state" and entry.head == "sequence")]
+def _padded_names(entry: Any, out: ModelOutput) -> list[str] | None:
+    """The outputs that are 0 at padding; None for all. The head of a sequence may read a state there."""
+    return [name for name in out if name != "last_hidden_state"] if entry.head == "sequence" else None
 
 
 @inline_only
@@ -405,10 +411,11 @@ def _pack_inputs(entry: Any, base: Any, packing: Packing, arguments: dict[str, A
     if plan.mask is not None:
         mask = PackedMask.of(layout, form=plan.mask, is_causal=plan.is_causal, packing=packing)
         return arguments | {"attention_mask": mask}
+    offsets = layout.operator_offsets
     return arguments | {
         "attention_mask": bypass_mask(layout),
-        "cu_seq_lens_q": layout.operator_offsets,
-        "cu_seq_lens_k": layout.operator_offsets,
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
         "max_length_q": layout.max_seqlen,
         "max_length_k": layout.max_seqlen,
     }

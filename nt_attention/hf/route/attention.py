@@ -113,6 +113,8 @@ class _AttentionCall(NamedTuple):
     def with_defaults(self, is_causal: bool | None) -> _AttentionCall:
         """This call with `is_causal`, or the default of the module, and the window that goes with it."""
         module, window = self.module, self.sliding_window
+        if is_causal is self.is_causal and is_causal is not None and not window:
+            return self
         if is_causal is None:
             if hasattr(module, "is_causal"):  # no default in getattr: torch 2.11 can't compile what computes it
                 is_causal = bool(module.is_causal)
@@ -220,8 +222,9 @@ def _layouts_of_patch(call: _AttentionCall, mask: Tensor | None, offsets: Tensor
     layout: Any = None if mask is None else owner_of(mask)
     if layout is None:  # the mask was copied
         layout = owner_of(offsets) if is_sharded else SequenceLayout.from_offsets(offsets)
-    for what, tokens in (("the query", call.query), ("the key", call.key)):
+    for tokens in (call.query, call.key):
         if layout.total != tokens.shape[0] * tokens.shape[2]:
+            what = "the query" if tokens is call.query else "the key"
             message = why_no_row(f"{what} of its attention", tokens.shape[0], tokens.shape[2], layout.total)
             raise OtherLengthError(message)
     return layout, layout
@@ -291,37 +294,39 @@ def _layouts_of_positions(
 
 def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
-    if isinstance(layout, Sharded) and call.options.get("dropout"):
+    _, module, query, key, value, is_causal, sliding_window, options = call
+    dropout = options.get("dropout", 0.0)
+    if dropout and isinstance(layout, Sharded):
         raise ValueError(
             "attention dropout is not supported with mesh=: before the model is made, set attention_dropout, or "
             "attention_probs_dropout_prob in BERT, to 0 in its config."
         )
+    rows = query.shape[0]
     # Views instead of einops, because this is a hot path.
-    query, key = call.query.transpose(1, 2).flatten(0, 1), call.key.transpose(1, 2).flatten(0, 1)
-    value = call.value.transpose(1, 2).flatten(0, 1)
-    groups = getattr(call.module, "num_key_value_groups", None)
+    query, key = query.transpose(1, 2).flatten(0, 1), key.transpose(1, 2).flatten(0, 1)
+    value = value.transpose(1, 2).flatten(0, 1)
+    groups = vars(module).get("num_key_value_groups")  # getattr takes µs if a module does not have it
     if groups is not None and query.shape[1] != key.shape[1] * groups:
         raise ValueError(
-            f"{type(call.module).__name__} has {groups} query heads for each key head, but its call has "
+            f"{type(module).__name__} has {groups} query heads for each key head, but its call has "
             f"{query.shape[1]} query heads and {key.shape[1]} key heads: with tensor parallelism, divide queries, keys "
             "and values over the same ranks."
         )
-    window = call.sliding_window - 1 if call.sliding_window else -1
-    dropout = call.options.get("dropout", 0.0)
+    window = sliding_window - 1 if sliding_window else -1
     out = varlen_attention(
         query,
         key,
         value,
         layout,
         key_layout,
-        is_causal=call.is_causal,
-        window_size=(window, 0 if call.is_causal and window >= 0 else window),
-        scale=call.options.get("scaling"),
-        softcap=call.options.get("softcap", 0.0),
-        sinks=call.options.get("s_aux"),
+        is_causal=is_causal,
+        window_size=(window, 0 if is_causal and window >= 0 else window),
+        scale=options.get("scaling"),
+        softcap=options.get("softcap", 0.0),
+        sinks=options.get("s_aux"),
         dropout_p=rate_of(dropout) if dropout else 0.0,
     )
-    return out.unflatten(0, (call.query.shape[0], -1))
+    return out.unsqueeze(0) if rows == 1 else out.unflatten(0, (rows, -1))
 
 
 def _may_run_small(call: _AttentionCall, mask: Tensor | None) -> bool:

@@ -147,7 +147,8 @@ def small_call_of(module: nn.Module) -> SmallCall | None:
 
 def is_unpatched(model: Any) -> bool:
     """Whether the model around this one runs its original forward, and this one with it."""
-    return any(other is model for other in _thread.unpatched)
+    unpatched = _thread.unpatched
+    return unpatched != () and any(other is model for other in unpatched)
 
 
 def runs_packed(model: Any) -> bool:
@@ -163,8 +164,9 @@ def rows_of_head(model: Any) -> dict[str, Any]:
 
 @outside_of_graphs
 def _swap(attributes: dict[str, Any]) -> dict[str, Any]:
-    before = {name: getattr(_thread, name) for name in attributes}
+    before = {}
     for name, value in attributes.items():
+        before[name] = getattr(_thread, name)
         setattr(_thread, name, value)
     return before
 

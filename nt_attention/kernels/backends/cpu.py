@@ -134,7 +134,8 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
         out[rows], lse[rows] = 0, -torch.inf
     hides_keys = call.relative is not None and _hides_keys(call.relative, spec)
     seed = torch.randint(2**62, (2,), device="cpu") if spec.dropout_p else None
-    dropout, mods, by_scores = Dropout.of(spec, seed), SavedMods(spec), changes_scores(spec)
+    dropout = None if seed is None else Dropout.of(spec, seed)
+    mods, by_scores = SavedMods(spec), changes_scores(spec)
     for tiles, (q, k, v) in plan.tiles([query], [key, value]):
         rules = _rules(tiles, call, mods)
         if by_scores:

@@ -15,7 +15,10 @@ Dimensions: T query tokens, S key tokens, H heads, n tiles of a call, P gathered
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -129,11 +132,18 @@ class Side(NamedTuple):
 
     rows: list[Rows]
     gathered: Tensor  # (P,) the packed rows of those that are not views
+    sizes: list[int]  # how many of them each call has
+
+    @classmethod
+    def of(cls, rows: list[Rows]) -> Side:
+        """The side with these rows."""
+        gathered = [x.gathered for x in rows]
+        return cls(rows, torch.cat(gathered), [len(x) for x in gathered])
 
     def tiles(self, packed: Tensor) -> list[Tensor]:
         """The tiles (n, H, length, …) of each call, from packed rows (T, H, …)."""
-        pieces = packed.index_select(0, self.gathered).split([len(x.gathered) for x in self.rows])
-        return [rows.of(packed, piece) for rows, piece in zip(self.rows, pieces, strict=True)]
+        pieces = packed.index_select(0, self.gathered).split(self.sizes)
+        return list(map(Rows.of, self.rows, itertools.repeat(packed), pieces))
 
 
 class Part(NamedTuple):
@@ -145,12 +155,11 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, calls: list[TileGroup]) -> Part:
-        sides = [x.queries for x in calls], [x.keys for x in calls]
-        return cls(calls, *(Side(rows, torch.cat([x.gathered for x in rows])) for rows in sides))
+        return cls(calls, Side.of([x.queries for x in calls]), Side.of([x.keys for x in calls]))
 
     def tiles(self, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[TileGroup, tuple[Tensor, ...]]]:
         """See `TilePlan.tiles`."""
-        tensors = [self.queries.tiles(x) for x in queries] + [self.keys.tiles(x) for x in keys]
+        tensors = [*map(self.queries.tiles, queries), *map(self.keys.tiles, keys)]
         return zip(self.calls, zip(*tensors, strict=True), strict=True)
 
 
@@ -164,8 +173,7 @@ class TilePlan:
 
     def tiles(self, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[TileGroup, tuple[Tensor, ...]]]:
         """Each call with its tiles (n, H, length, …) of packed tensors (T, H, …) of queries and of keys."""
-        for part in self.parts:
-            yield from part.tiles(queries, keys)
+        return itertools.chain.from_iterable(map(operator.methodcaller("tiles", queries, keys), self.parts))
 
 
 @dataclass(frozen=True)
@@ -193,7 +201,7 @@ class Tiling:
             return MASKED_ROWS
         return max(FEW_ROWS, min(MASKED_ROWS, MOST_SCORES // max(1, keys * self.spec.num_heads)))
 
-    @property
+    @functools.cached_property
     def price(self) -> int:
         """A call in pairs. That of the backward starts threads several times, and both have the same plan."""
         return PAIRS_OF_CALL * (2 if self.spec.needs_grad else 1)
@@ -253,8 +261,8 @@ def changes_scores(spec: AttentionSpec) -> bool:
 
 def make_plan(layout: Layout, key_layout: Layout, spec: AttentionSpec) -> TilePlan:
     """The plan for these lengths and this mask, cached with the layout for all layers of a model."""
-    tiling = Tiling.of(spec)
-    return layout.cached(("cpu plan", tiling), lambda: uncached_plan(layout, key_layout, tiling), key_layout)
+    key = Tiling.of(spec) if spec.has_mods else spec
+    return layout.cached(("cpu plan", key), lambda: uncached_plan(layout, key_layout, Tiling.of(spec)), key_layout)
 
 
 def uncached_plan(layout: Layout, key_layout: Layout, tiling: Tiling, pool_rows: Tensor | None = None) -> TilePlan:
