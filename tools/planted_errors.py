@@ -629,6 +629,13 @@ ERRORS = [
         "hugging_face/test_hf_hand_packed.py",
     ),
     Error(
+        "whether the next token is predicted is asked of a loss over all tokens",
+        "hf/check/find.py",
+        "for x in (alone, none))",
+        'for x in (torch.where(alone < 0, labels["labels"], 1 - alone), labels["labels"]))',
+        "patch/test_patch_differences.py",
+    ),
+    Error(
         "heads that read padding are not noticed",
         "hf/check/heads.py",
         "if not names:",
