@@ -19,15 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...graphs.cache import CapturedCalls, why_not_a_graph
+from ...graphs.cache import CapturedCalls, reasons_of_call
 from ...graphs.capture import Bucket, Computed, Form, Sizes, Work, tensors_of
-from ...graphs.device import NotCapturedError
+from ...graphs.device import NotCapturedError, Reasons, check
 from ...kernels.select import selection_key
-from ...layouts.bounded import BoundedLayout
 from ...layouts.cache import to_device
 from ...layouts.rows import scatter_rows
 from ...layouts.sequence import layout_of_mask
-from ...modules.graphs import without_lengths
+from ...modules.graphs import bounded_layout, without_lengths
 from ...patching.forwards import PatchedForward
 from .. import families
 from ..plan import Head
@@ -61,11 +60,10 @@ class BoundedPacking(Packing):
         rows, length = mask.shape
         is_token = mask.flatten() != 0
         lengths = is_token.view(rows, length).sum(1, dtype=torch.int32)
-        offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        index = offsets.new_full((tokens + 1,), rows * length, dtype=torch.int64)  # and one place for padding
+        index = lengths.new_full((tokens + 1,), rows * length, dtype=torch.int64)  # and one place for padding
         token = torch.where(is_token, is_token.cumsum(0) - 1, tokens).clamp_(max=tokens)
         index.scatter_(0, token, torch.arange(rows * length, device=mask.device))
-        return cls(BoundedLayout(offsets, length, tokens), index[:-1], rows, length)
+        return cls(bounded_layout(lengths, Sizes(rows, length, tokens)), index[:-1], rows, length)
 
     def pack(self, padded: Tensor) -> Tensor:
         """As in `Packing`. Further rows are copies of the first token, because ids at padding may be invalid."""
@@ -151,8 +149,7 @@ def run_as_graph(
     Raises:
         NotCapturedError: the call can't run as a graph. Nothing was computed.
     """
-    if (reason := _why_not(model, arguments, graphs.training)) is not None:
-        raise NotCapturedError(reason)
+    check(_reasons(model, arguments, graphs.training))
     tokens: Tensor = arguments.get("input_ids", arguments.get("inputs_embeds"))  # type: ignore[assignment]
     inputs = {name: x for name, x in sorted(arguments.items()) if isinstance(x, Tensor) and name != _NUMBER}
     options = {name: x for name, x in arguments.items() if name not in inputs and name != _NUMBER}
@@ -195,22 +192,21 @@ def _read_mask(mask: Tensor, uncounted: Tensor | None) -> HostMask:
     return HostMask(is_token, bool(others and others[0].any()))
 
 
-def _why_not(model: PreTrainedModel, arguments: dict[str, Any], training: bool) -> str | None:
-    """Why a call can't run as a graph, for a reason that depends on no values, or None."""
-    tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
-    if not isinstance(tokens, Tensor):
-        return "it has no input_ids and no inputs_embeds"
-    if (reason := why_not_a_graph(model, tokens, training)) is not None:
-        return reason
-    if unknown := arguments.keys() - _TENSORS - _OTHERS - {_NUMBER}:
-        return f"a graph can't take {', '.join(sorted(unknown))}"
-    if tokens.dim() != (2 if "input_ids" in arguments else 3):
-        return "its inputs have another number of dimensions"
+def _reasons(model: PreTrainedModel, arguments: dict[str, Any], training: bool) -> Reasons:
+    """Why a call can't run as a graph, for reasons that depend on no values."""
+    tokens: Any = arguments.get("input_ids", arguments.get("inputs_embeds"))
+    yield not isinstance(tokens, Tensor), "it has no input_ids and no inputs_embeds"
+    yield from reasons_of_call(model, tokens, training)
+    unknown = arguments.keys() - _TENSORS - _OTHERS - {_NUMBER}
+    yield unknown, f"a graph can't take {', '.join(sorted(unknown))}"
+    of_ids = "input_ids" in arguments
+    yield tokens.dim() != (2 if of_ids else 3), "its inputs have another number of dimensions"
     number = arguments.get(_NUMBER, 0)
-    if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
-        return f"{_NUMBER} is no number"
+    is_number = isinstance(number, int | float) or (isinstance(number, Tensor) and number.numel() == 1)
+    yield not is_number, f"{_NUMBER} is no number"
     tensors = [arguments[name] for name in _TENSORS & arguments.keys()]
-    if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in tensors):
-        return "its inputs differ in their device or in their first two dimensions"
+    differ = any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in tensors)
+    yield differ, "its inputs differ in their device or in their first two dimensions"
     forward = vars(base := families.base_model(model)).get("forward")
-    return None if isinstance(forward, PatchedForward) and forward.module is base else "its forward was replaced"
+    is_ours = isinstance(forward, PatchedForward) and forward.module is base
+    yield not is_ours, "its forward was replaced"
