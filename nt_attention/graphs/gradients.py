@@ -167,7 +167,6 @@ class Waiting:
             backward.replay()
             if which:
                 copy_each(copies, sources)
-        slot.waiting = None  # also if autograd keeps what it saved, with retain_graph=True
         copy_of = dict(zip(which, copies, strict=True))
         return [copy_of.get(i) for i in range(len(shapes))]
 
@@ -189,5 +188,5 @@ class _Call(torch.autograd.Function):
         if ctx.call is None:
             raise RuntimeError(_SECOND_BACKWARD)
         gradients = ctx.call.gradients(grads, ctx.needs_input_grad[2:], ctx.shapes)
-        ctx.call = None  # who keeps results does not keep the graphs
+        ctx.call = None  # frees the slot, also if autograd keeps what it saved, with retain_graph=True
         return None, None, *gradients

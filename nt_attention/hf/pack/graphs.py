@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...graphs.cache import CapturedCalls, reasons_of_call
+from ...graphs.cache import reasons_of_call
 from ...graphs.capture import Bucket, Computed, Form, Sizes, Work, tensors_of
 from ...graphs.device import NotCapturedError, Reasons, check
 from ...kernels.select import selection_key
@@ -29,7 +28,6 @@ from ...layouts.sequence import layout_of_mask
 from ...modules.graphs import bounded_layout, without_lengths
 from ...patching.forwards import PatchedForward
 from .. import families
-from ..plan import Head
 from ..route.packed_row import extend_tables
 from ..transformers_private import attention_of
 from .attention_code import make_cached_tensors
@@ -99,14 +97,9 @@ class BoundedPacking(Packing):
 
 @dataclass(frozen=True)
 class HostMask:
-    """The mask of a batch, on the host.
+    """The mask of a batch, on the host. It says what `Packing` says of it."""
 
-    Attributes:
-        is_token: (B, L), True at tokens.
-        ignores_labels, shares_rows, begins_padded: as in `Packing`.
-    """
-
-    is_token: NDArray[np.bool_]
+    is_token: NDArray[np.bool_]  # (B, L)
     ignores_labels: bool = False
     shares_rows: ClassVar[bool] = False
 
@@ -116,7 +109,6 @@ class HostMask:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the batch."""
         rows, length = self.is_token.shape
         return Sizes(rows, length, int(np.count_nonzero(self.is_token)))
 
@@ -127,39 +119,33 @@ class HostMask:
 
 
 def run_as_graph(
-    graphs: CapturedCalls,
-    model: PreTrainedModel,
-    arguments: dict[str, Any],
-    is_compiled: bool,
-    head: Head | None,
+    call: Any,
     returns_cache: Callable[[], bool],
     run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
 ) -> tuple[Any, HostMask]:
-    """Run a packed call as a CUDA graph, and return its result and its mask. Syncs with the device once, for the mask.
+    """Run a `ModelCall` as a CUDA graph, and return its result and its mask. Syncs with the device once, for the mask.
 
     Args:
-        graphs: the graphs of the model.
-        model: the model whose call it is.
-        arguments: those that are not their defaults.
-        is_compiled: whether `run` runs a compiled model.
-        head: how its head runs.
+        call: the call.
         returns_cache: whether the model returns a cache for a batch without padding.
         run: runs the call for a packing and these arguments.
 
     Raises:
         NotCapturedError: the call can't run as a graph. Nothing was computed.
     """
-    check(_reasons(model, arguments, graphs.training))
+    graphs, model = call.entry.handle.graphs, call.model
+    arguments = {**call.arguments, "return_dict": True}
+    check(_reasons(call, arguments))
     tokens: Tensor = arguments.get("input_ids", arguments.get("inputs_embeds"))  # type: ignore[assignment]
     inputs = {name: x for name, x in sorted(arguments.items()) if isinstance(x, Tensor) and name != _NUMBER}
     options = {name: x for name, x in arguments.items() if name not in inputs and name != _NUMBER}
     if "attention_mask" in inputs:
-        read = _read_mask(inputs["attention_mask"], uncounted_labels(arguments, inputs["attention_mask"], head))
+        mask = inputs["attention_mask"]
+        read = _read_mask(mask, uncounted_labels(arguments, mask, call.entry.head))
     else:  # a graph has a mask in each call
         read = HostMask(np.ones(tokens.shape[:2], np.bool_))
         inputs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    sizes = read.sizes
-    if not sizes.tokens:
+    if not read.sizes.tokens:
         raise NotCapturedError("the batch has no tokens")
     if read.is_token.all() and returns_cache():
         raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
@@ -178,8 +164,8 @@ def run_as_graph(
 
     config: Any = model.config
     of_config = config.return_dict, repr(config.output_hidden_states), attention_of(config)
-    key = is_compiled, *of_config, *selection_key("auto"), repr(sorted(options.items()))
-    work = Work(module=model, options=key, sizes=(sizes,), inputs=inputs, forms=forms, function=function)
+    key = call.compiler is not None, *of_config, *selection_key("auto"), repr(sorted(options.items()))
+    work = Work(module=model, options=key, sizes=(read.sizes,), inputs=inputs, forms=forms, function=function)
     return graphs.run(work), read
 
 
@@ -192,11 +178,13 @@ def _read_mask(mask: Tensor, uncounted: Tensor | None) -> HostMask:
     return HostMask(is_token, bool(others and others[0].any()))
 
 
-def _reasons(model: PreTrainedModel, arguments: dict[str, Any], training: bool) -> Reasons:
+def _reasons(call: Any, arguments: dict[str, Any]) -> Reasons:
     """Why a call can't run as a graph, for reasons that depend on no values."""
+    yield call.entry.plan.padded, "modules that run padded need the lengths on the host"
+    yield call.entry.plan.convolutions, "its convolutions along the row are not supported there"
     tokens: Any = arguments.get("input_ids", arguments.get("inputs_embeds"))
     yield not isinstance(tokens, Tensor), "it has no input_ids and no inputs_embeds"
-    yield from reasons_of_call(model, tokens, training)
+    yield from reasons_of_call(call.model, tokens, call.entry.handle.graphs.training)
     unknown = arguments.keys() - _TENSORS - _OTHERS - {_NUMBER}
     yield unknown, f"a graph can't take {', '.join(sorted(unknown))}"
     of_ids = "input_ids" in arguments
@@ -207,6 +195,6 @@ def _reasons(model: PreTrainedModel, arguments: dict[str, Any], training: bool) 
     tensors = [arguments[name] for name in _TENSORS & arguments.keys()]
     differ = any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in tensors)
     yield differ, "its inputs differ in their device or in their first two dimensions"
-    forward = vars(base := families.base_model(model)).get("forward")
+    forward = vars(base := families.base_model(call.model)).get("forward")
     is_ours = isinstance(forward, PatchedForward) and forward.module is base
     yield not is_ours, "its forward was replaced"

@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
 
 from ...compiler import compiled_by, inline_only, outside_of_graphs
-from ...graphs.device import NotCapturedError, Reasons, check
+from ...graphs.device import NotCapturedError
 from ...graphs.module_state import Snapshot
 from .. import families
 from ..route.attention import OtherLengthError
@@ -331,24 +331,14 @@ class AsGraph:
         """
         call, graphs = self.call, self.call.entry.handle.graphs
         assert graphs is not None
-        is_compiled = call.compiler is not None
         with graphs.counting():
-            check(self._reasons())
-            arguments = {**call.arguments, "return_dict": True}
-            head = call.entry.head
-            out, read = run_as_graph(
-                graphs, call.model, arguments, is_compiled, head, self._returns_cache, self._run_packed
-            )
+            out, read = run_as_graph(call, self._returns_cache, self._run_packed)
         call.tell_differences(read)
         call.entry.handle.count(None, read.is_token.size, read.sizes.tokens)
         if out.get("loss") is not None:
             pad_later(out, read.packing(out["loss"].device))
         as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
         return out if as_dict else out.to_tuple()
-
-    def _reasons(self) -> Reasons:
-        yield self.call.entry.plan.padded, "modules that run padded need the lengths on the host"
-        yield self.call.entry.plan.convolutions, "its convolutions along the row are not supported there"
 
     def _run_packed(self, packing: BoundedPacking, arguments: dict[str, Any]) -> Any:
         try:
