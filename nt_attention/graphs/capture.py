@@ -148,8 +148,7 @@ class Captured:
 
     def __init__(self, work: Work, slot: Slot, state: ModuleState | None) -> None:
         """`state`: the module, whose parameters get gradients; None for calls without gradients."""
-        self.bucket, self.slot = work.bucket, slot
-        self.last_used, self.times = 0, Times()
+        self.slot, self.last_used, self.times = slot, 0, Times()
         shapes = {name: (*work.forms[name].dims(work.bucket), *work.others(name)) for name in work.inputs}
         self._inputs = {name: x.new_zeros(shapes[name]) for name, x in work.inputs.items()}
         self._fill(work)

@@ -21,15 +21,14 @@ import torch
 import transformers
 from calls import PassThrough
 from cuda_graphs import DEVICE, GPU, leaves
-from graph_entries import ENTRIES, FEW, HEADS, Pair, assert_close, attend, gradients, law, loss_of
+from graph_entries import ENTRIES, FEW, HEADS, TOLERANCE, Pair, assert_close, attend, gradients, law, loss_of
 from token_tiled_cases import IGNORED_WARNINGS
 from torch import nn
 from torch.utils import checkpoint
 
 import nt_attention as nta
-from nt_attention.graphs import cache, capture, policy
+from nt_attention.graphs import cache, policy
 from nt_attention.graphs.cache import CapturedCalls
-from nt_attention.graphs.capture import Sizes
 from nt_attention.hf.check.first_batches import FirstBatches
 from nt_attention.patching.handle import NotPackedWarning
 
@@ -49,8 +48,8 @@ def test_results_are_those_without_graphs(pair):
     for lengths in pair.entry.batches:
         pair.check(lengths)
     pair.assert_only_graphs()
-    assert 1 <= pair.captured < max(3, len(pair.entry.batches))
-    assert pair.graphs.captured == len(pair.graphs)
+    count = len(pair.graphs)
+    assert pair.entry.graphs <= count == pair.graphs.captured < pair.entry.graphs * max(3, len(pair.entry.batches))
     assert pair.graphs.memory > 0
     assert pair.handle is None or "CUDA graphs: " in str(pair.handle)
     assert pair.handle is None or pair.handle.calls.keys() <= {None}
@@ -75,7 +74,7 @@ def test_results_stay_and_belong_to_the_caller(pair):
         for x in leaves(got):
             x.detach().zero_()
     pair.check(drawn[0])
-    assert pair.captured == 1
+    pair.assert_captured(1)
 
 
 @law(modes=["training"])
@@ -117,7 +116,7 @@ def test_training_and_evaluation_by_turns(pair):
         for model in pair.both:
             model.train(train)
         pair.check([5, 2, 9])
-    assert pair.captured == 3
+    pair.assert_captured(3)
 
 
 # What graphs depend on
@@ -174,56 +173,52 @@ def test_a_changed_module_is_captured_again(pair, change):
             for x in model.parameters():
                 x.mul_(1.01)
     pair.check()
-    assert pair.captured == 1  # values are read
+    pair.assert_captured(1)  # values are read
     for linear in pair.probes():
         torch.manual_seed(5)
         change(linear)
     pair.check()
-    assert pair.captured == 2
+    pair.assert_captured(2)
     pair.assert_only_graphs()
 
 
-OPTIONS = {"softcap": 1.5, "window_size": (2, 2), "scale": 0.1, "alibi": True}
+def rows(model):
+    table = model.get_input_embeddings()
+    model.set_input_embeddings(nn.Embedding.from_pretrained(table.weight.detach().repeat(2, 1), freeze=False))
 
 
-@law("module", modes=["inference"])
-def test_a_changed_option_is_captured_again(pair):
-    pair.check()
-    options = OPTIONS | {"rotation": nta.Rotary().of_head_dim(8)}
-    for count, (name, value) in enumerate(options.items(), 2):
-        for module in pair.both:
-            setattr(module, name, value)
-        pair.check()
-        assert pair.captured == count
-
-
-@law("bert", modes=["inference"])
-def test_a_changed_model_is_captured_again(pair):
-    """Some changes that only models have: a config, a base model, embeddings with more rows."""
-    old, replayed = pair.model.get_input_embeddings(), []
-    for change in (
+CHANGES_OF = {  # changes that only these models have, one after another
+    "module": [
+        lambda module: setattr(module, "softcap", 1.5),
+        lambda module: setattr(module, "window_size", (2, 2)),
+        lambda module: setattr(module, "scale", 0.1),
+        lambda module: setattr(module, "alibi", True),
+        lambda module: setattr(module, "rotation", nta.Rotary().of_head_dim(8)),
+    ],
+    "bert": [
         lambda model: setattr(model.config, "output_hidden_states", True),
         # 1 is not True: it asks for layer 1, in some versions
         lambda model: vars(model.config).update(output_hidden_states=1),
         lambda model: vars(model.config).update(output_hidden_states=[0, 2]),
-        lambda model: model.set_input_embeddings(nn.Embedding.from_pretrained(old.weight.repeat(2, 1)[:, :48], False)),
-    ):
-        pair.check()
+        rows,
+    ],
+    "lora": [
+        lambda model: model.base_model.merge_adapter(),
+        lambda model: model.base_model.unmerge_adapter(),
+        lambda model: model.base_model.disable_adapter_layers(),
+    ],
+}
+
+
+@law(*CHANGES_OF, modes=["inference"])
+def test_a_changed_model_is_captured_again(pair):
+    pair.check()
+    changes = next(CHANGES_OF[name] for name in CHANGES_OF if pair.entry is ENTRIES[name])
+    for count, change in enumerate(changes, 2):
         for model in pair.both:
             change(model)
-        replayed.append(pair.graphs.captured)
-    pair.check()
-    assert [*replayed, pair.graphs.captured] == [1, 2, 3, 4, 5]
-
-
-@law("lora", modes=["inference"])
-def test_adapters_that_are_merged_and_switched_off(pair):
-    pair.check()
-    for count, change in enumerate(("merge_adapter", "unmerge_adapter", "disable_adapter_layers"), 2):
-        for model in pair.both:
-            getattr(model.base_model, change)()
         pair.check()
-        assert pair.captured == count
+        pair.assert_captured(count)
 
 
 @law("bert", modes=["training"])
@@ -248,9 +243,9 @@ def test_settings_of_the_process(pair):
             if pair.grad:
                 loss_of(out).backward()
             found.append((leaves(out), gradients(model)))
-        assert_close(*found, times=1 if not enabled else 300)
+        torch.testing.assert_close(*found, rtol=0.1, atol=3e-2 if enabled else 10 * TOLERANCE)
     assert pair.graphs.calls == {None: 3}
-    assert pair.captured == 2
+    pair.assert_captured(2)
 
 
 @law(modes=["inference"])
@@ -260,11 +255,11 @@ def test_a_module_that_changes_often_is_not_captured_each_time(pair):
     for step in range(20):
         pair.entry.probe(pair.model).step = step
         pair.check(inputs, is_graph=step < cache.CHANGES)
-    assert pair.captured == cache.CHANGES
+    pair.assert_captured(cache.CHANGES)
     assert pair.graphs.calls[often] == 20 - cache.CHANGES
     for _ in range(20):  # it stays the same
         pair.solve(pair.model, inputs)
-    assert pair.captured == cache.CHANGES + 1
+    pair.assert_captured(cache.CHANGES + 1)
 
 
 # Calls that wait for their backward
@@ -301,7 +296,7 @@ def test_accumulated_gradients_of_results_that_are_kept(pair):
             loss.backward()
     assert_close(*map(gradients, pair.both), times=10)
     assert pair.graphs.calls[None] >= 3
-    assert pair.captured == 1
+    pair.assert_captured(1)
 
 
 @law(modes=["training"])
@@ -448,7 +443,7 @@ def test_the_least_recently_used_graph_is_freed(pair, monkeypatch):
     monkeypatch.setattr(cache, "GRAPHS", 2)
     for length in (5, 100, 5, 300, 5):
         pair.check([length, length])
-    assert pair.captured == 3  # that of 5 was used last when that of 300 was captured
+    pair.assert_captured(3)  # that of 5 was used last when that of 300 was captured
     freed = "its graph was freed, because there are too many"
     pair.check([100, 100], is_graph=False)
     assert pair.graphs.calls == {None: 5, freed: 1}
@@ -457,9 +452,8 @@ def test_the_least_recently_used_graph_is_freed(pair, monkeypatch):
 @law("bert", modes=["inference"], more=("module", "encoder"))
 def test_memory_is_bounded(pair, monkeypatch):
     monkeypatch.setattr(cache, "MEMORY", 1)
-    monkeypatch.setattr(Sizes, "fit", lambda self, graph, more=0.0: False)
-    for rows in (1, 2, 4):
-        pair.check([14] * rows)
+    for length in (5, 100, 300):
+        pair.check([length, length])
     assert len(pair.graphs) == 1  # the one that is used stays
 
 
@@ -469,7 +463,7 @@ def test_graphs_that_are_cleared(pair):
     pair.graphs.clear()
     assert len(pair.graphs) == pair.graphs.memory == 0
     pair.check()
-    assert pair.captured == 2
+    pair.assert_captured(2)
     if pair.handle is not None:
         pair.handle.remove()
         assert len(pair.graphs) == 0
@@ -735,29 +729,26 @@ def test_refused_work_is_not_tried_again_until_graphs_are_cleared(pair):
     assert len(calls) == 2 * tried + 2
 
 
+def out_of_memory(*args):
+    raise torch.OutOfMemoryError("no memory")
+
+
+TOO_LARGE = {
+    f"its inputs and outputs take more than {1e4 / 2**30:g} GiB": ("nt_attention.graphs.capture.LARGEST", 10_000),
+    "there was no memory to capture it": ("nt_attention.graphs.cache.Slot.capture", out_of_memory),
+}
+
+
+@pytest.mark.parametrize("reason", TOO_LARGE)
 @law("bert", modes=["inference"])
-def test_a_graph_with_large_outputs(pair, monkeypatch):
-    monkeypatch.setattr(capture, "LARGEST", 10_000)
-    small, large = [5, 2], [30, 30]
-    for lengths in (large, small, large):
-        pair.check(lengths, is_graph=lengths is small)
-    reason = f"its inputs and outputs take more than {1e4 / 2**30:g} GiB"
-    assert pair.graphs.calls == {None: 1, reason: 2}
-
-
-@law("bert", modes=("inference", "training"))
-def test_no_memory_for_a_capture(pair, monkeypatch):
+def test_a_batch_that_is_too_large(pair, reason, monkeypatch):
     """Smaller batches are captured all the same."""
-
-    def out_of_memory(*args):
-        raise torch.OutOfMemoryError("no memory")
-
     with monkeypatch.context() as patched:
-        patched.setattr(cache.Slot, "capture", out_of_memory)
+        patched.setattr(*TOO_LARGE[reason])
         pair.check([100, 100], is_graph=False)
     pair.check([100, 100], is_graph=False)
-    pair.check([5, 2, 9])
-    assert pair.graphs.calls == {None: 1, "there was no memory to capture it": 2}
+    pair.check([5, 2])
+    assert pair.graphs.calls == {None: 1, reason: 2}
 
 
 @law("bert", modes=["training"])
