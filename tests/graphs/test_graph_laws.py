@@ -55,7 +55,10 @@ def test_results_are_those_without_graphs(pair):
     assert pair.handle is None or pair.handle.calls.keys() <= {None}
 
 
-@law("module", "encoder", "transformer", "bert", "llama", modes=["auto"], more=[x for x in ENTRIES if "," in x])
+AUTOMATIC = ("module", "encoder", "transformer", "bert", "bert, no mask", "llama")
+
+
+@law(*AUTOMATIC, modes=["auto"], more=[x for x in ENTRIES if x not in AUTOMATIC])
 def test_results_of_sizes_that_are_chosen_by_their_times(pair):
     for lengths in FEW:
         pair.check(lengths)
