@@ -1,4 +1,4 @@
-"""CUDA graphs of the calls of a module: captured when a bucket of sizes is first met, and then replayed."""
+"""CUDA graphs of the calls of modules: captured when a bucket of sizes is first met, and then replayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import torch_private
 from .capture import Bucket, Captured, ChangesItselfError, Work, capture, is_capturing
-from .device import NotCapturedError, Slot, supports
+from .device import NotCapturedError, Reasons, Slot, check, supports
 from .gradients import Waiting
 from .module_state import ModuleState
 from .policy import SELDOM, TOO_MANY, UNUSED, Policy
@@ -34,38 +34,25 @@ def is_part_of_a_graph() -> bool:
     return is_capturing() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-def why_not_a_graph(module: nn.Module, tensor: Tensor, training: bool) -> str | None:
-    """Why a call can't run as a graph, for a reason that depends on no values, or None.
-
-    Args:
-        module: the module that is called.
-        tensor: its input.
-        training: whether calls with gradients can run as graphs.
-    """
-    grad = torch.is_grad_enabled()
-    use = 'use torch.no_grad() or torch.inference_mode(), or pass cuda_graphs="training"'
-    hooks_of_saved = grad and torch_private.saved_tensors_hooks(True) is not None
-    reasons = (
-        (not supports(tensor), "the inputs are not on a CUDA device"),
-        (grad and not training, f"gradients are enabled: {use}"),
+def reasons_of_call(module: nn.Module, tensor: Tensor, training: bool) -> Reasons:
+    """Why a call with this input can't run as a graph. `training`: whether calls with gradients can."""
+    yield not supports(tensor), "the inputs are not on a CUDA device"
+    if torch.is_grad_enabled():
+        use = 'use torch.no_grad() or torch.inference_mode(), or pass cuda_graphs="training"'
+        yield not training, f"gradients are enabled: {use}"
         # dropout would not be that of the first forward
-        (
-            grad and torch_private.backward_id() != -1,
-            "it runs in a backward, as the second forward of a checkpoint does",
-        ),
-        (hooks_of_saved, "there are hooks on saved tensors, as in a checkpoint"),
-        (grad and torch_private.forward_ad_level() >= 0, "forward-mode AD is active"),
-        (grad and torch.is_anomaly_enabled(), "anomalies are detected, which reads values on the host"),
-        (grad and torch_private.caches_parametrizations(), "the values of parametrizations are cached"),
-        (not grad and module.training, "the module is in training mode, without gradients"),
-        (torch_private.is_replica(module), "the module is a replica of DataParallel"),
-        (
-            torch_private.count_dispatch_modes() or torch_private.is_transformed(),
-            "a dispatch mode or a transform is active",
-        ),
-        (torch_private.has_hooks_of_all_modules(), "there are global hooks of modules"),
-    )
-    return next((reason for holds, reason in reasons if holds), None)
+        yield torch_private.backward_id() != -1, "it runs in a backward, as the second forward of a checkpoint does"
+        hooks = torch_private.saved_tensors_hooks(True)
+        yield hooks is not None, "there are hooks on saved tensors, as in a checkpoint"
+        yield torch_private.forward_ad_level() >= 0, "forward-mode AD is active"
+        yield torch.is_anomaly_enabled(), "anomalies are detected, which reads values on the host"
+        yield torch_private.caches_parametrizations(), "the values of parametrizations are cached"
+    else:
+        yield module.training, "the module is in training mode, without gradients"
+    yield torch_private.is_replica(module), "the module is a replica of DataParallel"
+    is_observed = torch_private.count_dispatch_modes() or torch_private.is_transformed()
+    yield is_observed, "a dispatch mode or a transform is active"
+    yield torch_private.has_hooks_of_all_modules(), "there are global hooks of modules"
 
 
 class _OfModule:
@@ -73,11 +60,11 @@ class _OfModule:
 
     Attributes:
         state: the module when they were captured.
-        graphs: slot and key and bucket → graph, the least recently used first.
+        graphs: slot, key and bucket → graph, the least recently used first.
         refused: key and bucket → why there is no graph.
         slots: the memory of graphs with gradients. Each call that waits for its backward has a slot of its own.
         changes: how often the module was changed.
-        calls: the number of calls without a graph since then.
+        calls: the number of attempts to capture since then.
         often: why a module that changes often is not captured at once.
         policy: decides which calls are captured; None if all are.
         used: the number of calls that ran as graphs.
@@ -85,8 +72,8 @@ class _OfModule:
 
     def __init__(self, module: nn.Module, is_automatic: bool) -> None:
         self.policy = Policy() if is_automatic else None
-        self.used = 0
-        self.changes, self.often = 0, "the module, its parameters or its attributes change too often"
+        self.used = self.changes = 0
+        self.often = "the module, its parameters or its attributes change too often"
         self.slots: list[Slot] = []
         self.renew(module)
 
@@ -101,29 +88,20 @@ class _OfModule:
 
     def find(self, slot: Slot, key: Key, work: Work, more: float = 0.0) -> Captured | None:
         """The graph of the bucket of a call, or else the smallest other one that fits, with this many more tokens."""
-        graph = self.graphs.get((slot, key, work.bucket))
-        if graph is None:
-            fitting = [
-                other
-                for (its_slot, its_key, bucket), other in self.graphs.items()
-                if its_slot is slot
-                and its_key == key
-                and all(size.fit(its, more) for size, its in zip(work.sizes, bucket, strict=True))
-            ]
-            graph = min(fitting, key=lambda other: [one.tokens for one in other.bucket], default=None)
-        if graph is not None:
-            self.graphs.move_to_end((slot, key, graph.bucket))
-        return graph
+        at = slot, key, work.bucket
+        if at not in self.graphs:
+            others = [x for x in self.graphs if x[0] is slot and x[1] == key and work.fits(x[2], more)]
+            at = min(others, key=lambda x: [one.tokens for one in x[2]], default=at)
+        if at in self.graphs:
+            self.graphs.move_to_end(at)
+        return self.graphs.get(at)
 
     def drop_useless(self) -> None:
         """Free the graphs that gain nothing, and those that no call has used for a long time."""
-        useless = [
-            each for each, graph in self.graphs.items() if not graph.times.pays or graph.last_used + UNUSED < self.used
-        ]
-        if useless:
+        items = self.graphs.items()
+        for at in [at for at, x in items if not x.times.pays or x.last_used + UNUSED < self.used]:
             self.wait()
-        for each in useless:
-            del self.graphs[each]
+            del self.graphs[at]
 
     def free_slot(self, device: torch.device) -> Slot:
         """A slot in which no call waits for its backward."""
@@ -178,7 +156,7 @@ class CapturedCalls:
 
     def __len__(self) -> int:
         with self._lock:
-            return sum(len(each.graphs) for each in self._modules.values())
+            return len(self._graphs)
 
     @property
     def memory(self) -> int:
@@ -187,11 +165,12 @@ class CapturedCalls:
         What is computed between them is not counted. Graphs share the memory for it.
         """
         with self._lock:
-            slots = [slot for each in self._modules.values() for slot in each.slots]
-            return self._memory_of_graphs() + sum(x.nbytes for slot in slots for x in slot.gradients)
+            gradients = [x for each in self._modules.values() for slot in each.slots for x in slot.gradients]
+            return sum(graph.memory for graph in self._graphs) + sum(x.nbytes for x in gradients)
 
-    def _memory_of_graphs(self) -> int:
-        return sum(graph.memory for each in self._modules.values() for graph in each.graphs.values())
+    @property
+    def _graphs(self) -> list[Captured]:
+        return [graph for each in self._modules.values() for graph in each.graphs.values()]
 
     def counted(self) -> dict[str | None, int]:
         """A copy of `calls`."""
@@ -210,6 +189,16 @@ class CapturedCalls:
         with self._lock:
             self.calls[reason] += 1
 
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """A context that counts a call, by the `NotCapturedError` that is raised in it."""
+        try:
+            yield
+        except NotCapturedError as error:
+            self.count(str(error))
+            raise
+        self.count(None)
+
     def run(self, work: Work) -> Any:
         """Replay the graph of a call, which is captured first if there is none, or if the module was changed.
 
@@ -221,8 +210,7 @@ class CapturedCalls:
         with guard():
             own = self._of_module(work.module)
             differentiates = work.grad and bool(own.state.differentiable or work.differentiable)
-            if (reason := own.state.why_not_captured(differentiates)) is not None:
-                raise NotCapturedError(reason)
+            check(own.state.reasons(differentiates))
             if device not in self._shared:
                 self._shared[device] = Slot(device)
             slot = own.free_slot(device) if differentiates else self._shared[device]
@@ -294,7 +282,7 @@ class CapturedCalls:
         self._of_module(work.module)  # the first call of a module may set attributes
         self.captured += 1
         own.graphs[slot, key, bucket] = graph
-        while len(own.graphs) > GRAPHS or (len(own.graphs) > 1 and self._memory_of_graphs() > MEMORY):
+        while len(own.graphs) > GRAPHS or (len(own.graphs) > 1 and sum(x.memory for x in self._graphs) > MEMORY):
             own.wait()
             (_, key, bucket), _ = own.graphs.popitem(last=False)
             own.refused[key, bucket] = "its graph was freed, because there are too many"

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_private import TorchDispatchMode, copy_each, pytree
 from .device import NotCapturedError, Slot, supports
-from .gradients import OTHER_LEAF, Backward, Gradients, alias
+from .gradients import OTHER_LEAF, Backward, Gradients, alias, first_part
 from .module_state import ModuleState, Snapshot
 from .policy import Times
 
@@ -39,13 +39,7 @@ def is_capturing() -> bool:
 
 
 class Sizes(NamedTuple):
-    """The sizes of one side of a ragged batch, or of its bucket.
-
-    Attributes:
-        sequences: the number of sequences.
-        longest: the longest length, or a bound of it.
-        tokens: the number of tokens.
-    """
+    """The sizes of one side of a ragged batch, or of its bucket. `longest` is the longest length, or a bound of it."""
 
     sequences: int
     longest: int
@@ -54,7 +48,8 @@ class Sizes(NamedTuple):
     @property
     def bucket(self) -> Sizes:
         """Sequences and lengths are rounded up to powers of two, tokens to one of eight numbers between two of them."""
-        return Sizes(_power(self.sequences, 1), _power(self.longest, 16), -(-self.tokens // self._step) * self._step)
+        sequences, longest = (1 << (x - 1).bit_length() for x in (self.sequences, self.longest))
+        return Sizes(sequences, max(16, longest), -(-self.tokens // self._step) * self._step)
 
     @property
     def _step(self) -> int:
@@ -66,10 +61,6 @@ class Sizes(NamedTuple):
         tokens = bucket.tokens + max(self._step, int(more * bucket.tokens))
         most = max(16, 4 * bucket.sequences), max(128, 4 * bucket.longest), max(512, tokens)
         return all(size <= other <= limit for size, other, limit in zip(self, graph, most, strict=True))
-
-
-def _power(size: int, least: int) -> int:
-    return max(least, 1 << (size - 1).bit_length())
 
 
 Bucket = tuple[Sizes, ...]  # one for each side
@@ -89,17 +80,11 @@ class Form(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What the function of a `Work` computed.
+    """What the function of a `Work` computed."""
 
-    Attributes:
-        value: tensors in a structure.
-        forms: of each tensor in `value`.
-        layouts: what has to exist until the backward has run: operators of compiled models find layouts by offsets.
-    """
-
-    value: Any
-    forms: Sequence[Form]
-    layouts: object
+    value: Any  # tensors in a structure
+    forms: Sequence[Form]  # of each of them
+    layouts: object  # operators of compiled models find layouts by offsets, so these exist until the backward has run
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -114,9 +99,7 @@ class Work:
     Attributes:
         module: the module that is called. If it was changed since the capture, the graph is stale.
         options: everything else on which the graph depends, besides the inputs and settings of PyTorch.
-        sizes: the sizes of the call.
         inputs: its tensors, by name. In the graph they have the sizes of a bucket, and are 0 where the call has none.
-        forms: name → the form of the input.
         function: computes the outputs of the tensors in the graph, for a bucket.
         grad: whether gradients are enabled.
     """
@@ -131,7 +114,6 @@ class Work:
 
     @functools.cached_property
     def bucket(self) -> Bucket:
-        """The smallest bucket of these sizes."""
         return tuple([one.bucket for one in self.sizes])
 
     @functools.cached_property
@@ -149,6 +131,10 @@ class Work:
         """The dimensions of an input that are the same in each call."""
         return self.inputs[name].shape[len(self.forms[name].dims(self.sizes)) :]
 
+    def fits(self, bucket: Bucket, more: float) -> bool:
+        """Whether the graph of another bucket can run this, see `Sizes.fit`."""
+        return all(one.fit(other, more) for one, other in zip(self.sizes, bucket, strict=True))
+
 
 class Captured:
     """The graph of a call, and of its backward. `capture` makes it.
@@ -162,8 +148,7 @@ class Captured:
 
     def __init__(self, work: Work, slot: Slot, state: ModuleState | None) -> None:
         """`state`: the module, whose parameters get gradients; None for calls without gradients."""
-        self.bucket, self.slot = work.bucket, slot
-        self.last_used, self.times = 0, Times()
+        self.slot, self.last_used, self.times = slot, 0, Times()
         shapes = {name: (*work.forms[name].dims(work.bucket), *work.others(name)) for name in work.inputs}
         self._inputs = {name: x.new_zeros(shapes[name]) for name, x in work.inputs.items()}
         self._fill(work)
@@ -218,12 +203,12 @@ class Captured:
         for x, y in pairs:
             if x.shape != y.shape:  # NaN of another batch would spread to the gradients of weights
                 x.detach().zero_()
-        copy_each([x.detach()[tuple(map(slice, y.shape))] for x, y in pairs], tensors)
+        copy_each([first_part(x.detach(), y.shape) for x, y in pairs], tensors)
 
     def parts(self, work: Work, tensors: Sequence[Tensor | None]) -> Gradients:
         """The parts of the outputs, or of their gradients, that belong to a call."""
         pairs = zip(tensors, self._forms, strict=True)
-        return [None if x is None else x[tuple(map(slice, form.dims(work.sizes)))] for x, form in pairs]
+        return [None if x is None else first_part(x, form.dims(work.sizes)) for x, form in pairs]
 
     def rebuild(self, results: Sequence[Tensor]) -> Any:
         """The structure of the outputs, with these tensors."""
@@ -234,8 +219,6 @@ class Captured:
 
 def capture(work: Work, slot: Slot, state: ModuleState | None) -> Captured:
     """Run some work twice, to compile it and to find what a replay would not do, and capture it.
-
-    `state` is that of the module, for the graph of a backward.
 
     Raises:
         NotCapturedError: it can't be captured, or a replay would not compute the same. The module is as it was.

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..torch_private import end_pool
 
+Reasons = Iterator[tuple[object, str]]  # whether a reason holds, and the reason why a call can't run as a graph
+
 
 class NotCapturedError(Exception):
     """A call can't run as a CUDA graph. The message says why.
@@ -25,11 +27,17 @@ class NotCapturedError(Exception):
         self.begin = begin
 
 
+def check(reasons: Reasons) -> None:
+    """Raise a NotCapturedError with the first reason that holds."""
+    for holds, reason in reasons:
+        if holds:
+            raise NotCapturedError(reason)
+
+
 class Slot:
     """Captures graphs on a CUDA device, and runs them one after another, because they share memory.
 
     Attributes:
-        device: the device.
         gradients: where its graphs write the gradients of parameters. A backward returns copies.
         waiting: the call that waits for its backward. The next replay would overwrite what it needs.
     """

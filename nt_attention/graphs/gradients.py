@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -31,6 +31,11 @@ _SECOND_BACKWARD = (
 )
 
 
+def first_part(x: Tensor, shape: Iterable[int]) -> Tensor:
+    """The part of a tensor of a bucket that belongs to a call: the first rows of its first dimensions."""
+    return x[tuple(map(slice, shape))]
+
+
 class Backward:
     """The backward of a call in a graph.
 
@@ -55,8 +60,8 @@ class Backward:
         """
         if not self.grads:
             self._find_leaves(outputs)
-        pairs = [(x, grad) for x, grad in zip(outputs, self.grads, strict=True) if grad is not None]
-        differentiated, grads = map(list, zip(*pairs, strict=True))
+        differentiated = [x for x, grad in zip(outputs, self.grads, strict=True) if grad is not None]
+        grads = [grad for grad in self.grads if grad is not None]
         try:
             with torch.autocast(self._leaves[0].device.type, enabled=False):  # as in a backward after the forward
                 found = torch.autograd.grad(differentiated, self._leaves, grads, allow_unused=True)
@@ -135,9 +140,7 @@ class Waiting:
         return outputs
 
     def gradients(self, grads: Sequence[Tensor | None], needed: Sequence[bool], shapes: list[torch.Size]) -> Gradients:
-        """The gradients of the inputs and parameters: copies, of these shapes.
-
-        They are None where they are not needed, or no output with a gradient depends on them.
+        """The gradients of the inputs and parameters: copies. None where no output with a gradient depends on them.
 
         Raises:
             RuntimeError: the module was changed since the forward, or an output has a hook that would not get its whole
@@ -154,7 +157,7 @@ class Waiting:
         which = [i for i, x in enumerate(backward.gradients) if x is not None and needed[i] and i in used]
         with self._guard(), slot.in_order():
             # inputs of a call are the first parts of those of the graph
-            sources = [backward.gradients[i][tuple(map(slice, shapes[i]))] for i in which]
+            sources = [first_part(cast(Tensor, backward.gradients[i]), shapes[i]) for i in which]
             copies = [torch.empty_like(x) for x in sources]
             for static, part, grad in zip(backward.grads, self._parts, grads, strict=True):
                 if static is not None and (grad is None or cast(Tensor, part).numel() != static.numel()):
@@ -164,7 +167,6 @@ class Waiting:
             backward.replay()
             if which:
                 copy_each(copies, sources)
-        slot.waiting = None  # also if autograd keeps what it saved, with retain_graph=True
         copy_of = dict(zip(which, copies, strict=True))
         return [copy_of.get(i) for i in range(len(shapes))]
 
@@ -186,5 +188,5 @@ class _Call(torch.autograd.Function):
         if ctx.call is None:
             raise RuntimeError(_SECOND_BACKWARD)
         gradients = ctx.call.gradients(grads, ctx.needs_input_grad[2:], ctx.shapes)
-        ctx.call = None  # who keeps results does not keep the graphs
+        ctx.call = None  # frees the slot, also if autograd keeps what it saved, with retain_graph=True
         return None, None, *gradients

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import torch_private
 from ..torch_private import HOOKS, backward_hooks_of, buffers_of, children_of, forward_hooks_of, parameters_of
+from .device import Reasons
 
 # Modules whose forward hooks may run while a graph is captured: they only collect tensors that are then returned.
 _HOOKS = {"transformers.utils.output_capturing"}
@@ -51,10 +52,9 @@ class ModuleState:
         self._objects = self._read_objects(tables)
         self.tensors = list({id(x): x for x in self._objects if isinstance(x, Tensor)}.values())
         self._memory = self._read_memory()
-        other = next((type(x).__name__ for x in self.tensors if type(x) not in (Tensor, nn.Parameter)), None)
-        self._unsupported = None if other is None else f"its parameters are {other}s"
-        if len({x.device for x in self.tensors if x.is_cuda}) > 1:
-            self._unsupported = "its parameters are on several devices"
+        others = [type(x).__name__ for x in self.tensors if type(x) not in (Tensor, nn.Parameter)]
+        self._other_class = next(iter(others), None)
+        self._are_apart = len({x.device for x in self.tensors if x.is_cuda}) > 1
         owners: list[Any] = [table for x in modules for table in (parameters_of(x), buffers_of(x))]
         named_tensors = [(owner, name, x) for owner in owners for name, x in owner.items()]
         self._differentiable = [each for each in named_tensors if each[2] is not None and each[2].requires_grad]
@@ -88,14 +88,14 @@ class ModuleState:
         """The training mode of each module."""
         return tuple([module.training for x in self._modules if (module := x()) is not None])
 
-    def why_not_captured(self, differentiates: bool) -> str | None:
-        """Why the module can't be captured, or None. `differentiates`: with the graph of its backward."""
+    def reasons(self, differentiates: bool) -> Reasons:
+        """Why the module can't be captured. `differentiates`: with the graph of its backward."""
         hooks = chain.from_iterable(table.values() for table in self._hooks if table)
-        if any(getattr(hook, "__module__", "") not in _HOOKS for hook in hooks):
-            return "a module has forward hooks"
-        if differentiates and any(self._backward_hooks):
-            return "a module has backward hooks"
-        return self._unsupported
+        foreign = any(getattr(hook, "__module__", "") not in _HOOKS for hook in hooks)
+        yield foreign, "a module has forward hooks"
+        yield differentiates and any(self._backward_hooks), "a module has backward hooks"
+        yield self._other_class is not None, f"its parameters are {self._other_class}s"
+        yield self._are_apart, "its parameters are on several devices"
 
     @contextmanager
     def replaced(self, others: Sequence[Tensor]) -> Iterator[None]:

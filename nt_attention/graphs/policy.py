@@ -143,43 +143,43 @@ class Policy:
 
     def forget(self) -> None:
         """The module was changed, so its calls may take another time."""
-        self._times: dict[tuple[Hashable, Any], Times] = {}
-        self._calls: dict[Hashable, int] = {}
+        self._times: dict[Hashable, dict[Any, Times]] = {}
 
     def times_of(self, key: Hashable, bucket: Any) -> Times:
         """What is known of a bucket, of calls with this key."""
-        return self._times.setdefault((key, bucket), Times())
+        return self._times.setdefault(key, {}).setdefault(bucket, Times())
 
     def why_not(self, key: Hashable, bucket: Any) -> str | None:
         """Why a call that has no graph is not captured, or None. Counts the call."""
         own = self.times_of(key, bucket)
-        own.calls, self._calls[key] = own.calls + 1, self._calls.get(key, 0) + 1
+        own.calls += 1
         if not own.pays:
             return NO_GAIN
         # a smaller batch waits if a larger one does
-        known = [(size, waits) for (of, size), x in self._times.items() if of == key and (waits := x.waits) is not None]
-        if own.waits is False or any(not waits and _covers(bucket, size) for size, waits in known):
+        known = {size: x.waits for size, x in self._times[key].items()}
+        if known[bucket] is False or any(waits is False and _covers(bucket, size) for size, waits in known.items()):
             return DEVICE_BOUND
-        if own.calls <= OFTEN or not any(waits and _covers(size, bucket) for size, waits in known):
+        if own.calls <= OFTEN or not any(waits and _covers(size, bucket) for size, waits in known.items()):
             return SELDOM
         return TOO_MANY if self.captures >= CAPTURES + self.replays // REPLAYS else None
 
     def time_call(self, key: Hashable, bucket: Any, device: torch.device) -> Span | None:
         """Begin to time a call without a graph; None if that is known, or if it may compile kernels."""
-        times = self.times_of(key, bucket).without
-        return self._time(times, device) if self._calls.get(key, 0) > WARM_UP else None
+        spans = self.times_of(key, bucket).without
+        calls = sum(times.calls for times in self._times[key].values())
+        return _time(spans, device) if calls > WARM_UP else None
 
     def time_replay(self, times: Times, device: torch.device) -> Span | None:
         """Count a replay of the graph of a bucket, and begin to time it; None if that is known."""
         self.replays += 1
-        return self._time(times.replays, device)
+        return _time(times.replays, device)
 
-    @staticmethod
-    def _time(spans: list[Span], device: torch.device) -> Span | None:
-        if len(spans) >= TIMED:
-            return None
-        spans.append(Span(device))
-        return spans[-1]
+
+def _time(spans: list[Span], device: torch.device) -> Span | None:
+    if len(spans) >= TIMED:
+        return None
+    spans.append(Span(device))
+    return spans[-1]
 
 
 def _covers(larger: Any, smaller: Any) -> bool:

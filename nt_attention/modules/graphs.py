@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..graphs.cache import CapturedCalls, is_part_of_a_graph, why_not_a_graph
+from ..graphs.cache import CapturedCalls, is_part_of_a_graph, reasons_of_call
 from ..graphs.capture import Bucket, Computed, Form, Sizes, Work
-from ..graphs.device import NotCapturedError
+from ..graphs.device import NotCapturedError, Reasons, check
 from ..kernels.select import selection_key
 from ..layouts.bounded import BoundedLayout, LengthsUnknownError
 from ..layouts.protocol import Layout
@@ -49,25 +49,24 @@ def run_as_graph(
     if is_part_of_a_graph():
         return None
     layouts = list({id(x.layout): x.layout for x in inputs}.values())
-    reason = why_not_a_graph(module, inputs[0].values, graphs.training)
-    if reason is None and not all(layout.knows_lengths and layout.batch_size for layout in layouts):
-        reason = "its layouts know only bounds, or have no sequences"
-    elif reason is None and len({layout.batch_size for layout in layouts}) > 1:
-        reason = "its layouts have different numbers of sequences"
-    elif reason is None and not all(len(x.values) for x in inputs):
-        reason = "the batch has no tokens"
-    begin = None
-    if reason is None:
-        try:
+
+    def reasons() -> Reasons:
+        yield from reasons_of_call(module, inputs[0].values, graphs.training)
+        known = all(layout.knows_lengths and layout.batch_size for layout in layouts)
+        yield not known, "its layouts know only bounds, or have no sequences"
+        several = len({layout.batch_size for layout in layouts}) > 1
+        yield several, "its layouts have different numbers of sequences"
+        yield not all(len(x.values) for x in inputs), "the batch has no tokens"
+
+    try:
+        with graphs.counting():
+            check(reasons())
             out: Tensor = graphs.run(_work(module, (options, *selection_key("auto")), inputs, layouts, function))
-        except NotCapturedError as error:
-            reason, begin = str(error), error.begin
-    graphs.count(reason)
-    if begin is not None and (span := begin()) is not None:
+    except NotCapturedError as error:
+        if error.begin is None or (span := error.begin()) is None:
+            return None
         out = function(list(inputs))
         span.end()
-    elif reason is not None:
-        return None
     return out if len(out) == len(inputs[0].values) else out[: len(inputs[0].values)]
 
 
@@ -82,15 +81,13 @@ def _work(
     rows = [max(len(x.values) for x in inputs if x.layout is layout) for layout in layouts]
 
     def run(static: dict[str, Tensor], bucket: Bucket) -> Computed:
-        bounded = [_layout(static[f"lengths {j}"], its) for j, its in enumerate(bucket)]
+        bounded = [bounded_layout(static[f"lengths {j}"], its) for j, its in enumerate(bucket)]
         with without_lengths():
             out = function([PackedValues(static[f"values {i}"], bounded[side]) for i, side in enumerate(sides)])
         return Computed(out, [Form("tokens")], bounded)
 
-    values = {
-        f"values {i}": (x.values, Form("tokens", side)) for i, (x, side) in enumerate(zip(inputs, sides, strict=True))
-    }
-    tensors = values | {f"lengths {j}": (x.cached_lengths, Form("rows", j)) for j, x in enumerate(layouts)}
+    tensors = {f"values {i}": (x.values, Form("tokens", sides[i])) for i, x in enumerate(inputs)}
+    tensors |= {f"lengths {j}": (x.cached_lengths, Form("rows", j)) for j, x in enumerate(layouts)}
     return Work(
         module=module,
         options=options,
@@ -110,6 +107,7 @@ def without_lengths() -> Iterator[None]:
         raise NotCapturedError(f"it needs the lengths on the host ({str(error).splitlines()[0]})") from error
 
 
-def _layout(lengths: Tensor, bucket: Sizes) -> BoundedLayout:
+def bounded_layout(lengths: Tensor, bucket: Sizes) -> BoundedLayout:
+    """The layout of sequences whose lengths (B,) int32 only the device knows."""
     offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return BoundedLayout(offsets, bucket.longest, bucket.tokens)

@@ -224,11 +224,3 @@ def leaves(outputs):
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     return [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-
-
-def assert_same(got, want, tolerance=1e-5):
-    got, want = leaves(got), leaves(want)
-    assert len(got) == len(want) > 0
-    for one, two in zip(got, want, strict=True):
-        assert one.shape == two.shape
-        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -16,21 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...graphs.cache import CapturedCalls, why_not_a_graph
+from ...graphs.cache import reasons_of_call
 from ...graphs.capture import Bucket, Computed, Form, Sizes, Work, tensors_of
-from ...graphs.device import NotCapturedError
+from ...graphs.device import NotCapturedError, Reasons, check
 from ...kernels.select import selection_key
-from ...layouts.bounded import BoundedLayout
 from ...layouts.cache import to_device
 from ...layouts.rows import scatter_rows
 from ...layouts.sequence import layout_of_mask
-from ...modules.graphs import without_lengths
+from ...modules.graphs import bounded_layout, without_lengths
 from ...patching.forwards import PatchedForward
 from .. import families
-from ..plan import Head
 from ..route.packed_row import extend_tables
 from ..transformers_private import attention_of
 from .attention_code import make_cached_tensors
@@ -61,11 +58,10 @@ class BoundedPacking(Packing):
         rows, length = mask.shape
         is_token = mask.flatten() != 0
         lengths = is_token.view(rows, length).sum(1, dtype=torch.int32)
-        offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        index = offsets.new_full((tokens + 1,), rows * length, dtype=torch.int64)  # and one place for padding
+        index = lengths.new_full((tokens + 1,), rows * length, dtype=torch.int64)  # and one place for padding
         token = torch.where(is_token, is_token.cumsum(0) - 1, tokens).clamp_(max=tokens)
         index.scatter_(0, token, torch.arange(rows * length, device=mask.device))
-        return cls(BoundedLayout(offsets, length, tokens), index[:-1], rows, length)
+        return cls(bounded_layout(lengths, Sizes(rows, length, tokens)), index[:-1], rows, length)
 
     def pack(self, padded: Tensor) -> Tensor:
         """As in `Packing`. Further rows are copies of the first token, because ids at padding may be invalid."""
@@ -101,14 +97,9 @@ class BoundedPacking(Packing):
 
 @dataclass(frozen=True)
 class HostMask:
-    """The mask of a batch, on the host.
+    """The mask of a batch, on the host. It says what `Packing` says of it."""
 
-    Attributes:
-        is_token: (B, L), True at tokens.
-        ignores_labels, shares_rows, begins_padded: as in `Packing`.
-    """
-
-    is_token: NDArray[np.bool_]
+    is_token: NDArray[np.bool_]  # (B, L)
     ignores_labels: bool = False
     shares_rows: ClassVar[bool] = False
 
@@ -118,7 +109,6 @@ class HostMask:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the batch."""
         rows, length = self.is_token.shape
         return Sizes(rows, length, int(np.count_nonzero(self.is_token)))
 
@@ -129,40 +119,33 @@ class HostMask:
 
 
 def run_as_graph(
-    graphs: CapturedCalls,
-    model: PreTrainedModel,
-    arguments: dict[str, Any],
-    is_compiled: bool,
-    head: Head | None,
+    call: Any,
     returns_cache: Callable[[], bool],
     run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
 ) -> tuple[Any, HostMask]:
-    """Run a packed call as a CUDA graph, and return its result and its mask. Syncs with the device once, for the mask.
+    """Run a `ModelCall` as a CUDA graph, and return its result and its mask. Syncs with the device once, for the mask.
 
     Args:
-        graphs: the graphs of the model.
-        model: the model whose call it is.
-        arguments: those that are not their defaults.
-        is_compiled: whether `run` runs a compiled model.
-        head: how its head runs.
+        call: the call.
         returns_cache: whether the model returns a cache for a batch without padding.
         run: runs the call for a packing and these arguments.
 
     Raises:
         NotCapturedError: the call can't run as a graph. Nothing was computed.
     """
-    if (reason := _why_not(model, arguments, graphs.training)) is not None:
-        raise NotCapturedError(reason)
+    graphs, model = call.entry.handle.graphs, call.model
+    arguments = {**call.arguments, "return_dict": True}
+    check(_reasons(call, arguments))
     tokens: Tensor = arguments.get("input_ids", arguments.get("inputs_embeds"))  # type: ignore[assignment]
     inputs = {name: x for name, x in sorted(arguments.items()) if isinstance(x, Tensor) and name != _NUMBER}
     options = {name: x for name, x in arguments.items() if name not in inputs and name != _NUMBER}
     if "attention_mask" in inputs:
-        read = _read_mask(inputs["attention_mask"], uncounted_labels(arguments, inputs["attention_mask"], head))
+        mask = inputs["attention_mask"]
+        read = _read_mask(mask, uncounted_labels(arguments, mask, call.entry.head))
     else:  # a graph has a mask in each call
         read = HostMask(np.ones(tokens.shape[:2], np.bool_))
         inputs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    sizes = read.sizes
-    if not sizes.tokens:
+    if not read.sizes.tokens:
         raise NotCapturedError("the batch has no tokens")
     if read.is_token.all() and returns_cache():
         raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
@@ -181,8 +164,8 @@ def run_as_graph(
 
     config: Any = model.config
     of_config = config.return_dict, repr(config.output_hidden_states), attention_of(config)
-    key = is_compiled, *of_config, *selection_key("auto"), repr(sorted(options.items()))
-    work = Work(module=model, options=key, sizes=(sizes,), inputs=inputs, forms=forms, function=function)
+    key = call.compiler is not None, *of_config, *selection_key("auto"), repr(sorted(options.items()))
+    work = Work(module=model, options=key, sizes=(read.sizes,), inputs=inputs, forms=forms, function=function)
     return graphs.run(work), read
 
 
@@ -195,22 +178,23 @@ def _read_mask(mask: Tensor, uncounted: Tensor | None) -> HostMask:
     return HostMask(is_token, bool(others and others[0].any()))
 
 
-def _why_not(model: PreTrainedModel, arguments: dict[str, Any], training: bool) -> str | None:
-    """Why a call can't run as a graph, for a reason that depends on no values, or None."""
-    tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
-    if not isinstance(tokens, Tensor):
-        return "it has no input_ids and no inputs_embeds"
-    if (reason := why_not_a_graph(model, tokens, training)) is not None:
-        return reason
-    if unknown := arguments.keys() - _TENSORS - _OTHERS - {_NUMBER}:
-        return f"a graph can't take {', '.join(sorted(unknown))}"
-    if tokens.dim() != (2 if "input_ids" in arguments else 3):
-        return "its inputs have another number of dimensions"
+def _reasons(call: Any, arguments: dict[str, Any]) -> Reasons:
+    """Why a call can't run as a graph, for reasons that depend on no values."""
+    yield call.entry.plan.padded, "modules that run padded need the lengths on the host"
+    yield call.entry.plan.convolutions, "its convolutions along the row are not supported there"
+    tokens: Any = arguments.get("input_ids", arguments.get("inputs_embeds"))
+    yield not isinstance(tokens, Tensor), "it has no input_ids and no inputs_embeds"
+    yield from reasons_of_call(call.model, tokens, call.entry.handle.graphs.training)
+    unknown = arguments.keys() - _TENSORS - _OTHERS - {_NUMBER}
+    yield unknown, f"a graph can't take {', '.join(sorted(unknown))}"
+    of_ids = "input_ids" in arguments
+    yield tokens.dim() != (2 if of_ids else 3), "its inputs have another number of dimensions"
     number = arguments.get(_NUMBER, 0)
-    if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
-        return f"{_NUMBER} is no number"
+    is_number = isinstance(number, int | float) or (isinstance(number, Tensor) and number.numel() == 1)
+    yield not is_number, f"{_NUMBER} is no number"
     tensors = [arguments[name] for name in _TENSORS & arguments.keys()]
-    if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in tensors):
-        return "its inputs differ in their device or in their first two dimensions"
-    forward = vars(base := families.base_model(model)).get("forward")
-    return None if isinstance(forward, PatchedForward) and forward.module is base else "its forward was replaced"
+    differ = any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in tensors)
+    yield differ, "its inputs differ in their device or in their first two dimensions"
+    forward = vars(base := families.base_model(call.model)).get("forward")
+    is_ours = isinstance(forward, PatchedForward) and forward.module is base
+    yield not is_ours, "its forward was replaced"

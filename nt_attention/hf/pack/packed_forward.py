@@ -178,11 +178,12 @@ class PackedCall:
     @outside_of_graphs
     def _packed_route(self, call: ModelCall) -> Unpatched | Packed:
         route = route_of(call, AFTER_GRAPH) or Packed.take(call)
-        if call.compiler is not TRACING and isinstance(route, Packed | SmallBatch) and not is_part_of_a_graph():
+        if call.compiler is not TRACING and not is_part_of_a_graph():
             tokens = call.arguments.get("inputs_embeds", call.arguments.get("input_ids"))
-            if call.begin is not None:
+            packs = isinstance(route, Packed | SmallBatch)
+            if call.begin is not None and (packs or type(route) is Unpatched):  # without padding
                 call.span = call.begin()
-            elif self.handle.graphs is None and tokens is not None and not is_compared():
+            elif packs and self.handle.graphs is None and tokens is not None and not is_compared():
                 call.span = self.handle.counts.waits.begin(tokens.device)
         return route
 

@@ -337,22 +337,9 @@ class AsGraph:
         """
         call, graphs = self.call, self.call.entry.handle.graphs
         assert graphs is not None
-        is_compiled = call.compiler is not None
-        try:
-            if call.entry.plan.padded:
-                raise NotCapturedError("modules that run padded need the lengths on the host")
-            if call.entry.plan.convolutions:
-                raise NotCapturedError("its convolutions along the row are not supported there")
-            arguments = {**call.arguments, "return_dict": True}
-            head = call.entry.head
-            out, read = run_as_graph(
-                graphs, call.model, arguments, is_compiled, head, self._returns_cache, self._run_packed
-            )
-        except NotCapturedError as error:
-            graphs.count(str(error))
-            raise
+        with graphs.counting():
+            out, read = run_as_graph(call, self._returns_cache, self._run_packed)
         call.tell_differences(read)
-        graphs.count(None)
         call.entry.handle.count(None, read.is_token.size, read.sizes.tokens)
         if out.get("loss") is not None:
             pad_later(out, read.packing(out["loss"].device))
