@@ -55,14 +55,14 @@ ERRORS = [
         "layouts/sequence.py",
         "return ids * length + positions",
         "return ids * max(1, length - 1) + positions",
-        "layout/test_pack_pad_to_nested.py",
+        "layout/test_layout_laws.py",
     ),
     Error(
         "positions that jump ahead begin no sequence",
         "layouts/cache.py",
         "begins[:, 1:] = rows.diff(dim=1) != 1",
         "begins[:, 1:] = rows.diff(dim=1) <= 0",
-        "layout/test_layout_constructors.py",
+        "layout/test_layout_laws.py",
     ),
     Error(
         "one hole is no hole",

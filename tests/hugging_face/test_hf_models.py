@@ -35,7 +35,7 @@ NEXT = ("ForCausalLM", "LMHeadModel")
 TOKENS = (*NEXT, "ForMaskedLM", "ForTokenClassification")
 HEADS = [(model_type, name) for model_type, name in EVERY if name.endswith(tiny.ENDINGS[2:])]
 # All heads of these types and one of each other type run in `make test`: the others run the same code.
-ALL_HEADS = ("bert", "llama", "roberta")
+ALL_HEADS = ("llama", "roberta")
 LAST = [(model_type, tiny.classes(model_type)[-1 - number % 2]) for number, model_type in enumerate(tiny.CONFIGS)]
 every = pytest.mark.parametrize(
     ("model_type", "name"), sweep_except(EVERY, *LAST, *[x for x in EVERY if x[0] in ALL_HEADS])

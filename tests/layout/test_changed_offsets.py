@@ -58,21 +58,6 @@ class TestChangedOffsets:
 
     @pytest.mark.parametrize("device", ["cpu", "gpu"])
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-    def test_offsets_that_are_rows_of_one_table(self, dtype, device, request):
-        if device == "gpu":
-            request.getfixturevalue("like_a_gpu")
-        table = torch.stack([offsets(dtype), offsets(dtype)])
-        layouts = [SequenceLayout.from_offsets(row) for row in table]
-        x = leaf(TOKENS, 3, 7)
-        out = varlen_attention(x, x, x, layouts[0])
-        table[1, 1] = 3
-        assert layouts[0].pad(x).shape == (2, 9, 3, 7)
-        torch.autograd.grad(out.sum(), x)
-        assert layouts[1].lengths.tolist() == LENGTHS
-        assert SequenceLayout.from_offsets(table[1]).lengths.tolist() == [3, 11]
-
-    @pytest.mark.parametrize("device", ["cpu", "gpu"])
-    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
     def test_offsets_that_are_inference_tensors(self, dtype, device, request):
         if device == "gpu":
             request.getfixturevalue("like_a_gpu")

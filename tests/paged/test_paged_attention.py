@@ -308,7 +308,7 @@ class TestGraphs:
         assert counter.frame_count <= 2
 
     def test_layouts_of_outside(self, fresh_compiler):
-        case = make(*SHORT)
+        case = make(*SHORT, **FEW_HEADS)
         attend = torch.compile(nta.varlen_attention, backend="aot_eager", fullgraph=True)
         got = attend(case.query, *case.pools, case.layout, case.paged, backend="split_kv")
         torch.testing.assert_close(got, case.solve("split_kv")[0])
@@ -317,7 +317,7 @@ class TestGraphs:
         torch.testing.assert_close(got, case.solve("split_kv")[0])
 
     def test_bounded_queries(self, fresh_compiler):
-        case = make(*SHORT)
+        case = make(*SHORT, **FEW_HEADS)
         case.layout = BoundedLayout(case.layout.cu_seqlens.clone(), 40, len(case.query))
         attend = torch.compile(nta.varlen_attention, backend="aot_eager", fullgraph=True)
         got = attend(case.query, *case.pools, case.layout, case.paged, backend="split_kv")
