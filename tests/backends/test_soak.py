@@ -134,6 +134,7 @@ def test_refused_calls_are_skipped(capsys):
     assert 0 < int(skipped) < 20
 
 
+@pytest.mark.sweep
 def test_memory_that_grows_is_found(capsys, monkeypatch):
     monkeypatch.setattr(soak, "WARM_UP", 5)
     monkeypatch.setattr(soak, "LEFT_OVER", (10, 0))

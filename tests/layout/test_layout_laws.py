@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import MAKERS
+from sweeps import covering
 from torch import Tensor
 
 from nt_attention import SequenceLayout, varlen_attention
@@ -187,8 +188,7 @@ SOURCES = MAKERS | {
 INTERNAL = {"host", "device_offsets", "operator_offsets", "safe_offsets", "cached_lengths", "cache", "reversed"}
 
 
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("source", SOURCES)
+@covering({"how": WRITES, "source": SOURCES})
 def test_a_change_of_what_a_layout_returns_reaches_nothing_else(source, how):
     """Every public attribute that is a tensor."""
     x = torch.randn(13, 3, 5)

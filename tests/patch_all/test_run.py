@@ -127,9 +127,8 @@ def test_programs_find_out_what_python_tells_them(how, tmp_path):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        (["-m", "no.such"], ""),
         (["-", "a"], "import sys; print(sys.argv, __file__); sys.exit(3)"),
-        *sweep_except([(["nosuch.py"], ""), (["."], "")]),
+        *sweep_except([(["-m", "no.such"], ""), (["nosuch.py"], ""), (["."], "")]),
     ],
 )
 def test_errors_and_stdin_are_those_of_python(how, text, tmp_path):

@@ -174,7 +174,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("which", FOUND)
+@pytest.mark.parametrize("which", sweep_except(FOUND, "a bundle of two prompts", "empty sequences", "one differs"))
 def test_what_is_shared(which, bundles):
     batch(which).solve("split_kv", is_causal=True)
     (found,) = bundles
@@ -236,6 +236,7 @@ def test_wrong_lengths_and_pages_give_nan_in_their_sequences(bundles):
     assert all(found.keys.lengths.all() for found in bundles)
 
 
+@pytest.mark.sweep
 def test_queries_whose_lengths_only_the_device_knows(bundles):
     case = batch("a bundle of two prompts", [1, 3, 0, 2, 1, 1, 2, 1, 1, 0, 4, 1, 1])
     want, want_lse = case.solve("split_kv", is_causal=True)
@@ -267,6 +268,7 @@ def test_more_chunks_than_splits(monkeypatch, bundles):
     assert int(bundles[0].keys.lengths[0]) == 640
 
 
+@pytest.mark.sweep
 def test_int64_tables_with_strides(bundles):
     case = batch("two prompts", index_dtype=torch.int64)
     paged = case.paged

@@ -184,6 +184,7 @@ def trl_on_each_rank(folder):
         return found
 
 
+@pytest.mark.sweep
 def test_mixin_with_trainer_of_trl(tmp_path):
     trl = pytest.importorskip("trl")
     want = train_with_trl(trl.SFTTrainer, str(tmp_path / "want"), make_model())
