@@ -148,7 +148,7 @@ TILES = {
 
 
 @exact
-@cases_of("tiles, geometry, extra, dtype", 17, TILES, GEOMETRIES, ["plain", "all"], DTYPES)
+@cases_of("tiles, geometry, extra, dtype", 11, TILES, GEOMETRIES, ["plain", "all"], DTYPES)
 def test_any_tile_sizes(monkeypatch, tiles, geometry, extra, dtype):
     monkeypatch.setattr(ops, "config_for", lambda *_: TILES[tiles])
     check(case_of("cross", geometry, extra, dtype=dtype))
