@@ -112,7 +112,7 @@ ERRORS = [
         "layouts/nested.py",
         "(values, offsets, None, 1, layout.min_seqlen, layout.max_seqlen)",
         "(values, offsets, None, 1, layout.max_seqlen, layout.max_seqlen)",
-        "nested/test_nested_tensor_forms.py",
+        "nested/test_nested_tensors.py",
     ),
     Error(
         "overlapping sequences are accepted",

@@ -159,26 +159,6 @@ def test_calls_with_other_arguments(model_type, first):
             torch.testing.assert_close(tuple(got.values()), tuple(want.values()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sweep
-def test_backward_of_a_transformer_finds_offsets_that_were_read(monkeypatch):
-    """The layout no longer exists in the backward. On a GPU, each layer would wait for the device."""
-    options = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
-    model = nn.Transformer(16, 2, num_encoder_layers=1, num_decoder_layers=1, **options)
-    read, reads = cache._read, []
-    monkeypatch.setattr(cache, "_read", lambda offsets: reads.append(offsets) or read(offsets))
-    with nta.patch(model) as handle:
-        compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-        for lengths in BATCHES:
-            x = torch.randn(len(lengths), max(lengths), 16)
-            padding = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
-            masks = dict.fromkeys([f"{name}_key_padding_mask" for name in ("src", "tgt", "memory")], padding)
-            out = compiled(x, x + 1, **masks)
-            reads.clear()
-            out.square().sum().backward()
-            assert not reads
-    assert set(handle.calls) == {None}
-
-
 def test_parts_that_were_compiled_before_the_patch():
     model = tiny.make("bert", "BertForMaskedLM", "sdpa", num_hidden_layers=1)
     batch = batch_of(model, BATCHES[0])
