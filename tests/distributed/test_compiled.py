@@ -85,6 +85,7 @@ def compiled_block_in_two_calls():
         compiled_block("lse and sinks")
 
 
+@pytest.mark.sweep
 def test_two_groups_of_heads():
     run_in_processes(2, compiled_block_in_two_calls)
 

@@ -319,6 +319,7 @@ class TestGraphs:
         got = attend(case.query, *case.pools, case.layout, case.paged, backend="split_kv")
         torch.testing.assert_close(got, case.solve("split_kv")[0])
 
+    @pytest.mark.sweep
     def test_bounded_queries(self, fresh_compiler):
         case = make(*SHORT, **FEW_HEADS)
         case.layout = BoundedLayout(case.layout.cu_seqlens.clone(), 40, len(case.query))

@@ -171,6 +171,7 @@ def test_parts_that_were_compiled_before_the_patch():
         assert handle.calls == {None: 2}
 
 
+@pytest.mark.sweep
 def test_a_base_model_that_was_replaced_by_its_compiled_form():
     model = tiny.make("bert", "BertForMaskedLM", "sdpa", num_hidden_layers=1).train()
     batch = batch_of(model, BATCHES[0])
