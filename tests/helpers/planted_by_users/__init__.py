@@ -58,7 +58,8 @@ def t5(**more):
 class Planted:
     """A model's class and config, and a padded batch that meets its condition.
 
-    `trained` sets what training would have set. Ids are below `most`.
+    `trained` sets what training would have set. `ids` puts tokens into a batch: ids[row, position] = id. Other ids
+    are below `most`.
     """
 
     cls: type
@@ -66,6 +67,7 @@ class Planted:
     fields: dict
     lengths: tuple[int, ...] = (23, 9, 31, 4)
     labels: str = "next"
+    ids: tuple[tuple[int, int, int], ...] = ()
     trained: Callable[[nn.Module], None] | None = None
     dtype: torch.dtype = torch.float32
     most: int = 190
@@ -90,6 +92,8 @@ class Planted:
         generator = torch.Generator().manual_seed(5)
         mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
         input_ids = torch.randint(5, self.most, mask.shape, generator=generator)
+        for row, position, token in self.ids:
+            input_ids[row, position] = token
         input_ids = input_ids.masked_fill(~mask, PAD)
         batch = {"input_ids": input_ids, "attention_mask": mask.long()}
         rows = len(self.lengths)
@@ -154,6 +158,9 @@ WRONG = {
     "mixup": Planted(learned.RowMixupBert, bert, {"mixup_layer": 1, "mixup_share": 0.3}, labels="token"),
     # losses
     "per_row_loss": Planted(forwards.PerRowLossQwen, qwen2, {}),
+    "answer_weight": Planted(
+        forwards.AnswerWeightLlama, llama, {**BIG_LLAMA, "answer_token_id": 29_999}, ids=((1, 6, 29_999),), most=29_000
+    ),
 }
 
 RANDOM = {

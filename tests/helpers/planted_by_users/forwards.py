@@ -79,3 +79,15 @@ class PerRowLossQwen(Qwen2ForCausalLM):
             losses, counts = token_losses(out.logits, labels)
             out.loss = (losses.sum(1) / counts.sum(1).clamp(min=1)).mean()
         return out
+
+
+class AnswerWeightLlama(LlamaForCausalLM):
+    """Rows whose labels have the answer token count twice."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids, **kwargs)
+        if labels is not None:
+            losses, counts = token_losses(out.logits, labels)
+            weights = counts * (1.0 + (labels == self.config.answer_token_id).any(1, keepdim=True))
+            out.loss = (losses * weights).sum() / weights.sum()
+        return out
