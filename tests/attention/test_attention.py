@@ -9,6 +9,7 @@ from oracle import Problem, assert_same, attention, problem
 from torch.nn.attention.flex_attention import flex_attention
 
 from nt_attention import SequenceLayout, varlen_attention
+from nt_attention.functional import plan
 
 LONGEST = 130  # no sequence is longer, so q_idx - kv_idx + LONGEST is a valid index of a table of 2 × LONGEST rows
 
@@ -147,3 +148,12 @@ def test_gradients_of_an_empty_batch_are_0(backend, lengths, options):
     (out.sum() + lse.sum()).backward()
     for x in tensors:
         torch.testing.assert_close(x.grad, torch.zeros_like(x))
+
+
+def test_batches_of_one_shape_with_other_layouts():
+    """What was read of the first one, such as that its lengths are equal, does not hold for the next ones."""
+    x = torch.randn(12, 3, 7)
+    for lengths in ([5, 7], [7, 5], [12, 0], [5, 7]):
+        layouts = SequenceLayout.from_lengths([5, 7]), SequenceLayout.from_lengths(lengths)
+        spec = plan(x, x, x, *layouts).call.spec
+        assert (spec.equal_lengths, spec.keyless) == (lengths == [5, 7], 0 in lengths)

@@ -2,9 +2,6 @@
 
 import asyncio
 import dataclasses
-import os
-import subprocess
-import sys
 import threading
 import warnings
 from functools import partial
@@ -122,16 +119,6 @@ def test_the_environment_variable_is_part_of_the_cache_key(variable):
         keys.add(selection_key("auto"))
     assert len(keys) == 1 + len(BACKENDS)
     assert selection_key("cpu") == selection_key("cpu")
-
-
-def test_the_environment_variable_of_the_process():
-    script = (
-        "import torch, nt_attention as nta; x = torch.ones(2, 1, 3); "
-        "print(nta.explain(x, x, x, nta.SequenceLayout.from_lengths([2])).chosen)"
-    )
-    environment = os.environ | {ENVIRONMENT_VARIABLE: "reference"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split() == ["reference"]
 
 
 class TestUseBackend:

@@ -349,6 +349,7 @@ class TestGraphs:
         with torch.compiler.set_stance("fail_on_recompile"), nta.register_backend(TOY):
             self.results(function)
 
+    @pytest.mark.sweep
     def test_a_backend_without_backward_breaks_the_graph(self, fresh_compiler):
         def function(x, offsets):
             layout = nta.SequenceLayout.from_offsets(offsets)

@@ -149,6 +149,7 @@ def end_process(case, device):
     return Finding(case, "both", "…")
 
 
+@pytest.mark.sweep
 def test_kernel_that_ends_its_process_fails_one_case_only(monkeypatch):
     monkeypatch.setattr(check, "run_case", end_process)
     names = ["8", "16", "24"]

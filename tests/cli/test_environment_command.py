@@ -47,6 +47,7 @@ def test_prints_the_environment_variable(monkeypatch, capsys):
     assert f"{ENVIRONMENT_VARIABLE} is 'fastest', which is not a backend" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_imports_no_other_command_and_no_optional_package():
     script = (
         "import sys, nt_attention.__main__ as m; m.main(['--version']); m.main([]); "

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from operators import BACKWARD, FORWARD, NAMES, call, case_of, described, given_back, operands
+from sweeps import pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nt_attention.kernels import custom_ops
@@ -18,10 +19,14 @@ def check(*arguments, grad_lse=False, **which):
     torch.library.opcheck(BACKWARD, given_back(torch.randn_like(results[0]), towards_lse, results, arguments), **which)
 
 
-@NAMES
-@pytest.mark.parametrize("grad_lse", [False, True], ids=["out", "out-and-lse"])
-@pytest.mark.parametrize("lengths", ["self", "cross"])
-@pytest.mark.parametrize("relative", [False, True], ids=["", "relative"])
+@pairwise(
+    {
+        "backend": ["cpu", "reference", "auto"],
+        "lengths": ["self", "cross"],
+        "relative": [False, True],
+        "grad_lse": [False, True],
+    }
+)
 def test_opcheck(backend, lengths, relative, grad_lse):
     check(*operands(backend, lengths, alibi=grad_lse, relative=relative), grad_lse=grad_lse)
 

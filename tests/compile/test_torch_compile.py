@@ -122,7 +122,7 @@ class TestBackendOfAGraph:
 
 
 class TestNoOperatorSupportsTheCall:
-    @pytest.mark.parametrize("name", ["cpu", "reference"])
+    @pytest.mark.parametrize("name", ["cpu", pytest.param("reference", marks=pytest.mark.sweep)])
     def test_graph_break(self, name, backends_that_ran):
         case = problem("self", "full", "plain", lengths=[3], options={"mask_mod": lambda b, h, q, k: q >= k})
         with use_backend("auto" if name == "cpu" else name):

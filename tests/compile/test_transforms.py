@@ -37,9 +37,10 @@ TRANSFORMS = {
         lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
         lambda outs, jacobian, grads: jacobian.sum((-1, -2, -3)),
     ),
-    "compiled jvp": (
+    "compiled jvp": pytest.param(
         lambda f, x: torch.compile(lambda x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1], backend="eager")(x),
         lambda outs, jacobian, grads: jacobian.sum((-1, -2, -3)),
+        marks=pytest.mark.sweep,
     ),
     "dual tensors": (in_forward_ad, lambda outs, jacobian, grads: jacobian.sum((-1, -2, -3))),
     "is_grads_batched": (batch_of_gradients, lambda outs, jacobian, grads: jacobian),

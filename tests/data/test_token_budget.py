@@ -149,6 +149,7 @@ def test_trainer_resumes_in_the_second_epoch(tmp_path):
     assert sorted(seen) == sorted(2 * [*range(len(LENGTHS))])
 
 
+@pytest.mark.sweep
 def test_trainer_on_two_ranks_resumes_in_the_second_epoch(tmp_path):
     results = run_in_processes(2, train_on_each_rank, str(tmp_path))
     assert all(finished for finished, _ in results)

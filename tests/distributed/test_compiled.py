@@ -85,6 +85,7 @@ def compiled_block_in_two_calls():
         compiled_block("lse and sinks")
 
 
+@pytest.mark.sweep
 def test_two_groups_of_heads():
     run_in_processes(2, compiled_block_in_two_calls)
 
@@ -105,7 +106,7 @@ def compiled_model(name, lengths):
     return found, graphs.count
 
 
-@pytest.mark.parametrize("name", sweep_except(ONE_LAYER, "llama, one layer"))
+@pytest.mark.parametrize("name", sweep_except(ONE_LAYER))
 def test_patched_models(name):
     lengths = [[23, 1, 5, 12, 40], [11, 33, 2, 8]]
     for found, graphs in run_in_processes(2, compiled_model, name, lengths):

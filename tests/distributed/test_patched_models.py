@@ -4,6 +4,7 @@ import pytest
 import torch
 from processes import run_in_processes
 from ranks import DECODER, NO_DROPOUT, SMALL, average, check_same, mesh_of_all, padded_batch, run_in_float64, whole
+from sweeps import sweep_except
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     BertConfig,
@@ -132,7 +133,8 @@ def test_two_ranks(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"), [("modernbert", "plain"), ("llama", "plain"), ("llama", "checkpointed"), ("llama", "fsdp")]
+    ("name", "engine"),
+    [("modernbert", "plain"), *sweep_except([("llama", "plain"), ("llama", "checkpointed"), ("llama", "fsdp")])],
 )
 def test_four_ranks(name, engine):
     check(4, name, engine)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from processes import run_in_processes
 from ranks import DECODER, padded_batch, run_in_float64, whole
+from sweeps import sweep_except
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -98,10 +99,8 @@ def on_each_rank(engine, way):
     ("engine", "way"),
     [
         ("fsdp", ""),
-        ("fsdp", "accumulated checkpointed"),
-        ("fsdp", "padded"),
-        ("ddp", ""),
         ("ddp", "accumulated checkpointed padded"),
+        *sweep_except([("fsdp", "accumulated checkpointed"), ("fsdp", "padded"), ("ddp", "")]),
     ],
 )
 def test_training_steps_over_data_and_context_parallel_ranks(engine, way):

@@ -214,5 +214,6 @@ def compiled():
     torch.testing.assert_close(torch.compile(block, backend="aot_eager")(x, sharded), want)
 
 
+@pytest.mark.sweep
 def test_compiled_around_a_graph_break():
     run_in_processes(2, compiled)

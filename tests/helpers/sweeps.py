@@ -67,12 +67,16 @@ def _id(value: Any) -> str:
 
 def selection(rows, strength: int) -> set[int]:
     """Indices of few rows with every value of every column; with strength 2, with every pair of values."""
-    parts = [set(itertools.combinations(enumerate(map(str, row)), strength)) for row in rows]
-    missing, selected = set().union(*parts), set()
+    bits: dict[Any, int] = {}  # of each value or pair of values: sets of them are integers, which is faster
+    parts = []
+    for row in rows:
+        combinations = itertools.combinations(enumerate(map(str, row)), strength)
+        parts.append(sum(1 << bits.setdefault(x, len(bits)) for x in combinations))
+    missing, selected = (1 << len(bits)) - 1, set()
     while missing:
-        best = max(range(len(rows)), key=lambda index: len(parts[index] & missing))
+        best = max(range(len(rows)), key=lambda index: (parts[index] & missing).bit_count())
         selected.add(best)
-        missing -= parts[best]
+        missing &= ~parts[best]
     return selected
 
 

@@ -121,14 +121,12 @@ def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
     compiled = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
     rows = [packed_row(lengths) for lengths in ([11, 4, 7], [3, 30])]
     monkeypatch.setattr(sequence, "starts_of_positions", counting)
-    for mode in (torch.no_grad, torch.enable_grad):
-        with mode():
-            for row in rows:
-                reads.clear()
-                made = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in row.items()}
-                got = compiled(**made)[0]
-                assert len(reads) == 1
-                torch.testing.assert_close(got, model(**made)[0], rtol=0, atol=5e-5)
+    for row in rows:
+        reads.clear()
+        made = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in row.items()}
+        got = compiled(**made)[0]
+        assert len(reads) == 1
+        torch.testing.assert_close(got, model(**made)[0], rtol=0, atol=5e-5)
 
 
 def test_capture_of_a_cuda_graph_reads_no_positions(monkeypatch):
@@ -193,9 +191,7 @@ def test_masks_that_are_given_with_positions(case, backend):
 
 @pytest.mark.parametrize(
     ("mode", "like_a_gpu"),
-    sweep_except(
-        [(torch.no_grad, False), (torch.inference_mode, True), (torch.enable_grad, True)], (torch.inference_mode, True)
-    ),
+    sweep_except([(torch.no_grad, False), (torch.inference_mode, True), (torch.enable_grad, True)]),
 )
 def test_two_packings_that_one_graph_computes(like_a_gpu, mode, monkeypatch):
     """Inductor reuses the buffer of the positions of the first call for those of the second."""

@@ -13,6 +13,7 @@ import rows_matrix
 import torch
 import transformers
 from small_models import encoder_inputs, small_encoder
+from sweeps import sweep_except
 from torch import nn
 
 import nt_attention as nta
@@ -374,7 +375,7 @@ def test_planted_errors_run_padded(error, monkeypatch):
                 check(model(**inputs), want, mask)
 
 
-@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("name", sweep_except(PADDED, "Wav2Vec2ForXVector"))
 def test_layers_whose_padding_is_read_run_padded(name):
     config, fields = PADDED[name]
     with torch.device("meta"):
@@ -490,7 +491,7 @@ def test_a_layer_whose_input_was_changed_gets_the_change(change):
     check(got, want, mask)
 
 
-@pytest.mark.parametrize("name", ["wav2vec2", "siglip2"])
+@pytest.mark.parametrize("name", ["siglip2"])
 def test_a_compiled_model_runs_padded_and_says_so(name):
     model = make(name)
     inputs = inputs_of(model)

@@ -48,9 +48,7 @@ def gradients_of(model, values):
     return [x for x in gradients if x is not None]
 
 
-@pytest.mark.parametrize(
-    "model_type", sweep_except(["bloom", "deberta", "deberta-v2", "mpnet", "mpt", "t5"], "deberta-v2")
-)
+@pytest.mark.parametrize("model_type", sweep_except(["bloom", "deberta", "deberta-v2", "mpnet", "mpt", "t5"], "mpnet"))
 def test_compiled_layers_are_one_graph(model_type, fresh_compiler, monkeypatch):
     for name in ("_cached_tensors", "_made_on"):  # as in a new process
         monkeypatch.setattr(attention_code, name, type(getattr(attention_code, name))())

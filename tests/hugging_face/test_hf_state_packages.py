@@ -154,6 +154,7 @@ def run(directory: Path, files: dict[str, str], *models: tuple[str, str]) -> dic
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("models", sweep_except([MODELS, [MODELS[0], MODELS[-1]]], [MODELS[0], MODELS[-1]]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("models", sweep_except([MODELS, MODELS[3:4]], MODELS[3:4]))
 def test_state_models_are_packed_with_their_packages(tmp_path: Path, models: list[tuple[str, str]]) -> None:
     assert run(tmp_path, FILES, *models) == {model_type: "packed" for model_type, _ in models}

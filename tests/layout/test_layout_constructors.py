@@ -69,34 +69,6 @@ def test_a_layout_keeps_no_tensor_of_the_user():
     assert len(nested.offsets()) == 100
 
 
-@pytest.mark.parametrize(
-    ("position_ids", "lengths"),
-    [
-        ([0, 1, 2, 0, 1, 0], [3, 2, 1]),
-        ([[0, 1, 2], [3, 4, 5]], [3, 3]),
-        ([[2, 3, 4, 2], [2, 3, 2, 3]], [3, 1, 2, 2]),
-        ([5, 3, 4, 4, 6], [1, 2, 1, 1]),
-        ([7], [1]),
-        ([], []),
-        ([[], []], []),
-    ],
-    ids=["one-row", "a-row-ends-a-sequence", "counts-from-2", "jumps", "one-token", "no-tokens", "empty-rows"],
-)
-def test_from_position_ids(position_ids, lengths):
-    layout = SequenceLayout.from_position_ids(torch.tensor(position_ids, dtype=torch.int64))
-    assert layout.lengths.tolist() == lengths
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
-def test_from_position_ids_narrow_integer_dtypes_do_not_overflow(dtype):
-    top = min(torch.iinfo(dtype).max, 300) + 1
-    positions = torch.cat([torch.arange(top), torch.arange(4)]).to(dtype)
-    assert SequenceLayout.from_position_ids(positions).lengths.tolist() == [top, 4]
-    if top < 300:  # the next number would have wrapped around to the lowest
-        after = torch.tensor([torch.iinfo(dtype).max, torch.iinfo(dtype).min], dtype=dtype)
-        assert SequenceLayout.from_position_ids(after).lengths.tolist() == [1, 1]
-
-
 def test_from_lengths_on_a_device():
     layout = SequenceLayout.from_lengths(torch.tensor(LENGTHS), device="meta")
     assert layout.device.type == layout.cu_seqlens.device.type == "meta"

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import MAKERS
+from sweeps import covering
 from torch import Tensor
 
 from nt_attention import SequenceLayout, varlen_attention
@@ -20,6 +21,7 @@ masks = st.tuples(st.integers(0, 4), st.integers(0, 6)).flatmap(
     )
 )
 several = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(several, max_examples=15)  # of each kind of layout
 COPIES = {
     "itself": lambda x: x,
     "copy": copy.copy,
@@ -34,7 +36,7 @@ def offsets_of(lengths, dtype=torch.int64):
 
 @pytest.mark.parametrize("copier", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@several
+@few
 @given(lengths=all_lengths)
 def test_all_constructors_agree_with_the_definitions(make, copier, lengths):
     layout = copier(make(lengths))
@@ -56,19 +58,52 @@ def test_all_constructors_agree_with_the_definitions(make, copier, lengths):
 @given(lengths=all_lengths, extra=st.integers(0, 4))
 def test_one_layout_from_another(lengths, extra):
     layout = SequenceLayout.from_lengths(lengths)
-    ids = layout.sequence_ids
     assert layout.reversed.lengths.tolist() == lengths[::-1]
     assert layout.extended(extra).lengths.tolist() == [n + extra for n in lengths]
     assert layout.extended(extra) is layout.extended(extra)
-    positions = layout.position_ids + 9 * ids  # sequences may begin at any number
-    assert SequenceLayout.from_position_ids(positions).lengths.tolist() == [n for n in lengths if n]
     for offsets in (layout.offsets, layout.cu_seqlens, layout.operator_offsets, layout.offsets.clone()):
         assert SequenceLayout.from_offsets(offsets).same_lengths(layout)
     assert layout.same_lengths(SequenceLayout.from_lengths(lengths[::-1])) == (lengths == lengths[::-1])
-    nested = layout.to_nested(torch.randn(layout.total, 3))
+    values = torch.randn(layout.total, 3, requires_grad=True)
+    nested = layout.to_nested(values)
     assert nested.offsets() is layout.offsets
     assert [len(x) for x in nested.unbind()] == lengths
+    sums = (nested + layout.to_nested(torch.ones(layout.total, 3))).values()  # nested tensors of a layout can be added
+    assert torch.equal(sums, values + 1)
+    assert torch.equal(torch.autograd.grad(sums.sum(), values)[0], torch.ones(layout.total, 3))
     assert SequenceLayout.from_nested(nested) is layout
+
+
+@several
+@given(
+    rows=st.integers(0, 3),
+    size=st.integers(0, 6),
+    data=st.data(),
+    begin=st.booleans(),
+    dtype=st.sampled_from([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]),
+)
+def test_a_sequence_begins_where_positions_do_not_go_on_by_one(rows, size, data, begin, dtype):
+    """Each row of (B, L) begins one. Numbers are near the largest of the dtype, or near 0."""
+    top = min(torch.iinfo(dtype).max, 10_000)
+    numbers = [data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)) for _ in range(rows)]
+    numbers = [[n if begin else top - n for n in row] for row in numbers]
+    lengths: list[int] = []
+    for row in numbers:
+        for at, number in enumerate(row):
+            if at and number == row[at - 1] + 1:
+                lengths[-1] += 1
+            else:
+                lengths.append(1)
+    positions = torch.tensor(numbers, dtype=dtype).view(rows, size)
+    assert SequenceLayout.from_position_ids(positions).lengths.tolist() == lengths
+    if rows == 1:
+        assert SequenceLayout.from_position_ids(positions[0]).lengths.tolist() == lengths
+
+
+def test_positions_do_not_wrap_around():
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        ends = torch.tensor([torch.iinfo(dtype).max, torch.iinfo(dtype).min], dtype=dtype)
+        assert SequenceLayout.from_position_ids(ends).lengths.tolist() == [1, 1]
 
 
 @several
@@ -86,15 +121,26 @@ def test_a_bound_is_the_padded_length(lengths, room, copier):
 
 
 @pytest.mark.parametrize("copier", COPIES.values(), ids=COPIES)
-@several
-@given(mask=masks, fill=st.sampled_from([0.0, -3.5, float("-inf")]), trailing=st.sampled_from([(), (3,), (2, 1)]))
-def test_pack_and_pad_use_the_positions_of_the_mask(copier, mask, fill, trailing):
+@few
+@given(
+    mask=masks,
+    fill=st.sampled_from([0.0, -3.5, float("-inf")]),
+    trailing=st.sampled_from([(), (3,), (2, 1)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    past=st.integers(0, 2),
+)
+def test_pack_and_pad_use_the_positions_of_the_mask(copier, mask, fill, trailing, dtype, past):
+    """Rows past the last one of the layout are not read."""
     layout = copier(SequenceLayout.from_attention_mask(mask))
-    values = torch.arange(1.0, 1 + int(mask.sum())).view(-1, *[1] * len(trailing)).expand(-1, *trailing)
-    padded = torch.full((*mask.shape, *trailing), fill)
+    fill = fill if dtype.is_floating_point else 0
+    values = torch.arange(1.0, 1 + past + int(mask.sum())).to(dtype)
+    values = values.view(-1, *[1] * len(trailing)).expand(-1, *trailing)
+    values, given = values[: layout.total], values
+    padded = torch.full((*mask.shape, *trailing), fill, dtype=dtype)
     padded[mask] = values
     assert torch.equal(layout.pack(padded), values)
-    assert torch.equal(layout.pad(values, fill), padded)
+    assert torch.equal(layout.pad(given, fill), padded)
+    assert layout.pad(given, fill).dtype == dtype
     assert torch.equal(layout.pad(torch.ones(layout.total, dtype=torch.bool)), mask)
     assert layout.lengths.tolist() == mask.sum(1).tolist()
     assert layout.padded_length == mask.shape[1]
@@ -142,8 +188,7 @@ SOURCES = MAKERS | {
 INTERNAL = {"host", "device_offsets", "operator_offsets", "safe_offsets", "cached_lengths", "cache", "reversed"}
 
 
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("source", SOURCES)
+@covering({"how": WRITES, "source": SOURCES})
 def test_a_change_of_what_a_layout_returns_reaches_nothing_else(source, how):
     """Every public attribute that is a tensor."""
     x = torch.randn(13, 3, 5)

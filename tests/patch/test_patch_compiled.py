@@ -97,7 +97,7 @@ def test_one_graph_gives_what_the_model_gives(model_type, monkeypatch):
     monkeypatch.setattr(cache, "_read", lambda offsets: reads.append(offsets) or read(offsets))
     counter = CompileCounterWithBackend("aot_eager")
     with nta.patch(model, on_fallback="raise") as handle:
-        compiled = torch.compile(model, backend=counter, dynamic=True)
+        compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=model_type not in GRAPHS)
         for batch, theirs in zip(batches, want, strict=True):
             torch.testing.assert_close(solve(compiled, model, batch, before_backward=reads.clear), theirs, **CLOSE)
             assert not reads  # the layout no longer exists in the backward; on a GPU, each layer would wait for it
@@ -117,7 +117,7 @@ def test_one_graph_gives_what_the_model_gives(model_type, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-@pytest.mark.parametrize(("variant", "model_type"), sweep_except(VARIANTS, ("checkpointing", "bert")))
+@pytest.mark.parametrize(("variant", "model_type"), sweep_except(VARIANTS))
 def test_variants_in_one_graph(variant, model_type):
     dropout = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3, "attention_dropout": 0.3}
     more = {} if model_type == "modernbert" else {"num_hidden_layers": 1}  # compiles faster
@@ -145,7 +145,7 @@ def test_variants_in_one_graph(variant, model_type):
 @pytest.mark.parametrize(
     "first", sweep_except([["return_dict"], ["return_dict", "labels"]], ["return_dict"]), ids=" ".join
 )
-@pytest.mark.parametrize("model_type", sweep_except(["bert", "llama"], "llama"))
+@pytest.mark.parametrize("model_type", sweep_except(["bert", "llama"]))
 def test_calls_with_other_arguments(model_type, first):
     """PyTorch does not notice items that other calls add to a dictionary from which a graph removes items."""
     model = tiny.make(model_type, CLASSES[model_type], "sdpa", num_hidden_layers=1).eval()
@@ -157,35 +157,6 @@ def test_calls_with_other_arguments(model_type, first):
             want, got = model(**given), compiled(**given)
             assert got.keys() == want.keys()
             torch.testing.assert_close(tuple(got.values()), tuple(want.values()), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.sweep
-def test_backward_of_a_transformer_finds_offsets_that_were_read(monkeypatch):
-    """The layout no longer exists in the backward. On a GPU, each layer would wait for the device."""
-    options = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
-    model = nn.Transformer(16, 2, num_encoder_layers=1, num_decoder_layers=1, **options)
-    read, reads = cache._read, []
-    monkeypatch.setattr(cache, "_read", lambda offsets: reads.append(offsets) or read(offsets))
-    with nta.patch(model) as handle:
-        compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-        for lengths in BATCHES:
-            x = torch.randn(len(lengths), max(lengths), 16)
-            padding = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
-            masks = dict.fromkeys([f"{name}_key_padding_mask" for name in ("src", "tgt", "memory")], padding)
-            out = compiled(x, x + 1, **masks)
-            reads.clear()
-            out.square().sum().backward()
-            assert not reads
-    assert set(handle.calls) == {None}
-
-
-@pytest.mark.parametrize("model_type", sweep_except(["bert", "llama", "modernbert"], "llama"))
-def test_packing_is_no_graph_break(model_type):
-    model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa", num_hidden_layers=1)
-    with nta.patch(model), torch.no_grad():
-        compiled = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
-        for batch in [batch_of(model, lengths) for lengths in BATCHES]:
-            torch.testing.assert_close(solve(compiled, model, batch), solve(model, model, batch), **CLOSE)
 
 
 def test_parts_that_were_compiled_before_the_patch():
@@ -200,6 +171,7 @@ def test_parts_that_were_compiled_before_the_patch():
         assert handle.calls == {None: 2}
 
 
+@pytest.mark.sweep
 def test_a_base_model_that_was_replaced_by_its_compiled_form():
     model = tiny.make("bert", "BertForMaskedLM", "sdpa", num_hidden_layers=1).train()
     batch = batch_of(model, BATCHES[0])
@@ -212,7 +184,7 @@ def test_a_base_model_that_was_replaced_by_its_compiled_form():
 
 @covering(
     {
-        "recorder": ["torch.export", "strict torch.export", "torch.jit.trace"],
+        "recorder": ["torch.export", "torch.jit.trace"],
         "name": ["BertModel", "BertForSequenceClassification"],
     }
 )
@@ -249,7 +221,7 @@ class Embedded(nn.Module):
         return {"out": self.encoder(self.embedding(input_ids), src_key_padding_mask=attention_mask == 0)}
 
 
-@pytest.mark.parametrize("train", sweep_except([True, False], True))
+@pytest.mark.parametrize("train", sweep_except([True, False]))
 def test_transformer_encoder_in_a_model(train, monkeypatch):
     read, reads = cache._read, []
     monkeypatch.setattr(cache, "_read", lambda offsets: reads.append(offsets) or read(offsets))

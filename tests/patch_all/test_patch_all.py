@@ -444,6 +444,7 @@ def test_what_the_program_changes_runs_as_it_expects(change):
     assert any(CHANGES[change] in str(reason) for reason in handle.counts["TransformerEncoder"].calls)
 
 
+@pytest.mark.sweep
 def test_a_program_that_wants_one_graph_gets_one():
     want = output(TwoStacks())
     with nta.patch_all() as handle:

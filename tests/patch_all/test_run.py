@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from sweeps import sweep_except
 
 from nt_attention.cli import run
 
@@ -40,7 +41,10 @@ def python(*arguments, cwd, **more):
     )
 
 
-@pytest.mark.parametrize("how", [["main.py", "--packing", "x"], ["-m", "main", "-m"]])
+OPTIONS = [["main.py", "--packing", "x"], ["-m", "main", "-m"]]
+
+
+@pytest.mark.parametrize("how", sweep_except(OPTIONS, OPTIONS[1]))
 def test_programs_see_what_python_shows(how, tmp_path):
     (tmp_path / "main.py").write_text(PROGRAM)
     want = python(*how, cwd=tmp_path)
@@ -103,7 +107,10 @@ def without_ours(output):
     return re.sub(rf"{frames}|'__new__', |\('once', None, <class 'sympy[^)]*\), | at 0x[0-9a-f]+", "", output)
 
 
-@pytest.mark.parametrize("how", [["main.py", "-x"], ["-m", "main", "x"], ["-", "x"], ["folder", "x"]])
+HOW = [["main.py", "-x"], ["-m", "main", "x"], ["-", "x"], ["folder", "x"]]
+
+
+@pytest.mark.parametrize("how", sweep_except(HOW, HOW[0]))
 def test_programs_find_out_what_python_tells_them(how, tmp_path):
     (tmp_path / "main.py").write_text(PROBE)
     (tmp_path / "folder").mkdir()
@@ -120,10 +127,8 @@ def test_programs_find_out_what_python_tells_them(how, tmp_path):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        (["nosuch.py"], ""),
-        (["-m", "no.such"], ""),
-        (["."], ""),
         (["-", "a"], "import sys; print(sys.argv, __file__); sys.exit(3)"),
+        *sweep_except([(["-m", "no.such"], ""), (["nosuch.py"], ""), (["."], "")]),
     ],
 )
 def test_errors_and_stdin_are_those_of_python(how, text, tmp_path):
@@ -141,11 +146,10 @@ model(torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]])
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "compared"),
-    [([], "    first batch compared with the padded run: largest difference "), (["--check", "never"], "")],
-    ids=["first", "never"],
-)
+COMPARED = [([], "    first batch compared with the padded run: largest difference "), (["--check", "never"], "")]
+
+
+@pytest.mark.parametrize(("options", "compared"), sweep_except(COMPARED), ids=["first", "never"])
 def test_summary(options, compared, tmp_path):
     (tmp_path / "main.py").write_text(MODEL)
     got = python("-m", "nt_attention", "run", *options, "main.py", cwd=tmp_path)
@@ -190,6 +194,7 @@ assert "transformers" not in sys.modules
 """
 
 
+@pytest.mark.sweep
 def test_programs_with_modules_of_torch_train_and_save_as_before(tmp_path):
     (tmp_path / "main.py").write_text(OF_TORCH)
     want = python("main.py", cwd=tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nt_attention import torch_registry
 from nt_attention.hf.installed import OLDEST, check_version
 
 SCRIPT = """
@@ -15,14 +16,32 @@ import json, sys
 import torch, einops
 before = set(sys.modules)
 import nt_attention
-print(json.dumps(sorted(set(sys.modules) - before)))
+found = {"modules": sorted(set(sys.modules) - before)}
+attention = torch.nn.attention
+if hasattr(attention, "current_flash_attention_impl"):
+    assert attention.current_flash_attention_impl() is None
+    found["flash"] = list(attention.list_flash_attention_impls())
+    found["replaced"] = [x for x in torch.library._impls if x.startswith("aten/_flash") and x.endswith("/CUDA")]
+print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
-def imported():
+def found():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def imported(found):
+    return found["modules"]
+
+
+def test_import_offers_our_kernels_to_the_registry_of_torch_and_changes_nothing(found):
+    if not torch_registry.is_supported():
+        pytest.skip("this version of torch takes no flash attention implementations")
+    assert "nt_attention" in found["flash"]
+    assert found["replaced"] == []
 
 
 def test_import_imports_only_torch_and_einops(imported):
@@ -50,8 +69,8 @@ nta.SequenceLayout.from_lengths([2, 1]).to_nested(torch.ones(3, 4))
 
 @pytest.mark.parametrize(
     ("flags", "script"),
-    [(["-W", "error"], "import nt_attention"), (["-W", "ignore:The PyTorch API of nested"], FIRST_NESTED_TENSOR)],
-    ids=["import", "first NestedTensor"],
+    [(["-W", "error", "-W", "ignore:The PyTorch API of nested"], FIRST_NESTED_TENSOR)],
+    ids=["import and first NestedTensor"],
 )
 def test_prints_nothing(flags, script):
     done = subprocess.run([sys.executable, *flags, "-c", script], capture_output=True, text=True, check=True)
@@ -99,7 +118,10 @@ NOT_INSTALLED = "nt_attention.hf needs transformers, which is not installed: pip
 
 @pytest.mark.parametrize(
     ("start", "end", "errors"),
-    [(OLD, WITH_OLD, [TOO_OLD] * 5), ("sys.modules['transformers'] = None", "", [NOT_INSTALLED] * 3)],
+    [
+        pytest.param(OLD, WITH_OLD, [TOO_OLD] * 5, marks=pytest.mark.sweep),
+        ("sys.modules['transformers'] = None", "", [NOT_INSTALLED] * 3),
+    ],
     ids=["too old", "not installed"],
 )
 def test_transformers_too_old_or_not_installed(start, end, errors):

@@ -100,6 +100,7 @@ def problems_of(name, page):
     yield from (f"{text} is there {count} times" for text, count in headings.items() if count > 1)
 
 
+@pytest.mark.sweep
 def test_reference_pages(tmp_path):
     files = sorted((build(tmp_path) / "reference").glob("**/index.html"))
     pages = {file.parent.name: Page(file) for file in files}

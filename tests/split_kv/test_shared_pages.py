@@ -3,10 +3,12 @@
 Without a GPU, Triton's interpreter runs the kernels.
 """
 
+import itertools
+
 import pytest
 import torch
 from pools import make
-from sweeps import covering, pairwise
+from sweeps import pairwise, sweep_except
 from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS
 
 import nt_attention as nta
@@ -68,7 +70,14 @@ def keys_to_read(found, lengths):
     return int(found.keys.lengths.sum() + (lengths - found.first_keys[: len(lengths)]).sum())
 
 
-@covering({"which": BATCHES, "form": ["table", "indices"], "queries": [1, 2, 4]})
+@pytest.mark.parametrize(
+    ("which", "form", "queries"),
+    sweep_except(
+        itertools.product(BATCHES, ["table", "indices"], [1, 2, 4]),
+        *(("nothing shared", "table", 1), ("a bundle of two prompts", "indices", 2), ("one differs", "table", 4)),
+        *(("alone in a bundle", "indices", 1), ("ends in shared pages", "table", 2), ("empty sequences", "table", 1)),
+    ),
+)
 def test_as_the_reference(which, form, queries, bundles):
     batch(which, queries, form=form).check("split_kv", is_causal=True)
     assert len(bundles) == 1
@@ -106,7 +115,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("which", CALLS)
+@pytest.mark.parametrize("which", sweep_except(CALLS, "all", "window of all keys", "17 heads", "16 heads", "head dims"))
 def test_options_heads_and_dtypes(which, bundles):
     sizes, options = CALLS[which]
     queries = 1 if sizes else 2
@@ -165,7 +174,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("which", FOUND)
+@pytest.mark.parametrize("which", sweep_except(FOUND, "a bundle of two prompts", "empty sequences", "one differs"))
 def test_what_is_shared(which, bundles):
     batch(which).solve("split_kv", is_causal=True)
     (found,) = bundles
@@ -175,7 +184,7 @@ def test_what_is_shared(which, bundles):
 
 
 @pytest.mark.skipif(GPU, reason="counts in Triton's interpreter")
-@pytest.mark.parametrize("which", ["one prompt", "a bundle of two prompts", "nothing shared", "all equal"])
+@pytest.mark.parametrize("which", ["a bundle of two prompts", "all equal"])
 def test_shared_pages_are_read_once_for_a_bundle(which, bundles, monkeypatch):
     case, counted, load_keys = batch(which), [], triton_kernels._load_keys
 
@@ -227,6 +236,7 @@ def test_wrong_lengths_and_pages_give_nan_in_their_sequences(bundles):
     assert all(found.keys.lengths.all() for found in bundles)
 
 
+@pytest.mark.sweep
 def test_queries_whose_lengths_only_the_device_knows(bundles):
     case = batch("a bundle of two prompts", [1, 3, 0, 2, 1, 1, 2, 1, 1, 0, 4, 1, 1])
     want, want_lse = case.solve("split_kv", is_causal=True)
@@ -258,6 +268,7 @@ def test_more_chunks_than_splits(monkeypatch, bundles):
     assert int(bundles[0].keys.lengths[0]) == 640
 
 
+@pytest.mark.sweep
 def test_int64_tables_with_strides(bundles):
     case = batch("two prompts", index_dtype=torch.int64)
     paged = case.paged

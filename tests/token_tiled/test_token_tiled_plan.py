@@ -25,7 +25,7 @@ SHARED = st.sampled_from([0, 1, 5, 16, 31])
 
 ROWS = st.sampled_from([1, 2, 7, 16])
 
-examples = settings(max_examples=150, deadline=None)
+examples = settings(max_examples=60, deadline=None)
 
 
 def plan_of(lengths, window=(math.inf, math.inf), upper_left=False):

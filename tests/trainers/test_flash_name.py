@@ -68,6 +68,7 @@ def test_trainer(trainer, packed, tmp_path):
     assert [sequences for sequences, _ in packed] == [4, 4, 4]
 
 
+@pytest.mark.sweep
 def test_trl_sft_without_padding(packed, tmp_path):
     more = {"padding_free": True, "max_length": None, "model_init_kwargs": {"attn_implementation": NAME}}
     want = run(saved_llama, functools.partial(sft, tmp_path / "want"), None)
@@ -80,6 +81,7 @@ def by_name_embedder():
     return SentenceTransformer(saved(BertModel), device="cpu", model_kwargs={"attn_implementation": NAME})
 
 
+@pytest.mark.sweep
 def test_sentence_transformers(packed, tmp_path):
     model = by_name_embedder()
     torch.testing.assert_close(model.encode(TEXTS), embedder().encode(TEXTS), rtol=1e-4, atol=1e-5)

@@ -49,6 +49,7 @@ def test_trainer(patched, tmp_path):
     assert handle is None or handle.calls[None] == 2
 
 
+@pytest.mark.sweep
 def test_counts_are_those_of_this_training(tmp_path):
     trainer = with_callback(tmp_path, causal(), PackingCallback(packing="always"))
     trainer.model_init = causal

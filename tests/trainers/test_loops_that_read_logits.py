@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import run_in_processes
 from shared_data import VOCABULARY, llama_config, padded_batch, paragraphs
+from sweeps import sweep_except
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -267,11 +268,12 @@ LOOPS = {
     "Trainer, smoothed": functools.partial(with_trainer, label_smoothing_factor=0.1),
     "Trainer, bf16": functools.partial(with_trainer, bf16=True),
 }
+SWEPT = {"compiled loss", "focal", "top 5", "Trainer, bf16"}
 IN_A_FOLDER = {"Lightning", "Trainer, weighted", "Trainer, smoothed", "Trainer, bf16"}
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", sweep_except(LOOPS, *set(LOOPS) - SWEPT))
 def test_loop(name, tmp_path):
     found = []
     for patched in (False, True):
@@ -342,7 +344,7 @@ def in_process(kind):
 KINDS = ["DDP", "DDP, unused parameters", "DDP, static graph", "DDP, only logits, unused parameters", "FSDP2, bf16"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sweep_except(KINDS, *KINDS[1:3], KINDS[4]))
 def test_over_two_ranks(kind):
     for want, got in run_in_processes(2, in_process, kind):
         tolerance = 2e-2 if "bf16" in kind else 2e-5

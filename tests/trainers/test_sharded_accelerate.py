@@ -70,7 +70,7 @@ def on_each_rank(data_ranks):
         return torch.tensor(losses, dtype=torch.float64), parameters
 
 
-@pytest.mark.parametrize("data_ranks", [1, 2])
+@pytest.mark.parametrize("data_ranks", [1, pytest.param(2, marks=pytest.mark.sweep)])
 def test_accelerate_with_fsdp_and_context_parallel_ranks(data_ranks):
     want_losses, want = in_one_process(data_ranks)
     for rank, (losses, found) in enumerate(run_in_processes(2 * data_ranks, on_each_rank, data_ranks)):

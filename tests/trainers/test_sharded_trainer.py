@@ -132,6 +132,7 @@ def test_trainer_over_two_ranks(tmp_path):
     check(2, 2, tmp_path, evaluated=10)
 
 
+@pytest.mark.sweep
 def test_trainer_over_two_ranks_with_accumulation_and_checkpointing(tmp_path):
     check(
         2, 2, tmp_path, evaluated=10, gradient_accumulation_steps=2, gradient_checkpointing=True,
@@ -143,6 +144,7 @@ def test_trainer_over_data_and_context_parallel_ranks(tmp_path):
     check(4, 2, tmp_path, evaluated=16, gradient_accumulation_steps=2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("world", "window"), [(2, 7), (4, None)])  # accelerate's own code refuses windows
 def test_trainer_with_fsdp_and_parallelism_config(world, window, tmp_path):
     check(world, 2, tmp_path, evaluated=16, fsdp=True, window=window, gradient_accumulation_steps=2)
@@ -182,6 +184,7 @@ def trl_on_each_rank(folder):
         return found
 
 
+@pytest.mark.sweep
 def test_mixin_with_trainer_of_trl(tmp_path):
     trl = pytest.importorskip("trl")
     want = train_with_trl(trl.SFTTrainer, str(tmp_path / "want"), make_model())

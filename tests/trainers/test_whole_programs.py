@@ -7,6 +7,7 @@ from importlib.resources import files
 
 import pytest
 from shared_data import llama_config
+from sweeps import sweep_except
 from training import assert_same, run
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -51,7 +52,7 @@ PROGRAMS = {  # what builds or names the model, the trainer, the number of model
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", sweep_except(PROGRAMS, "DPO"))
 def test_losses_and_gradient_norms(name, tmp_path):
     make_model, make_trainer, number = PROGRAMS[name]
     test_trl.saved()

@@ -26,9 +26,9 @@ SIZES = {
     "max_position_embeddings": 2048, "num_labels": NUM_LABELS,
 }  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-THIN = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
 BERT_VOCABULARY = 30_522
-GPT2_VOCABULARY = 50_257
 
 
 def llama(**more):
@@ -71,7 +71,6 @@ class Planted:
     trained: Callable[[nn.Module], None] | None = None
     dtype: torch.dtype = torch.float32
     most: int = 190
-    token_types: bool = False
 
     @property
     def tolerance(self):
@@ -97,8 +96,6 @@ class Planted:
             input_ids[row, position] = token
         input_ids = input_ids.masked_fill(~mask, PAD)
         batch = {"input_ids": input_ids, "attention_mask": mask.long()}
-        if self.token_types:
-            batch["token_type_ids"] = (torch.arange(mask.shape[1]) >= 3).long().expand_as(mask) * mask
         rows = len(self.lengths)
         if self.labels == "next":
             batch["labels"] = input_ids.masked_fill(~mask, -100)
@@ -130,61 +127,22 @@ BIG = {"vocab_size": BERT_VOCABULARY, "hidden_size": 16, "intermediate_size": 24
 BIG_LLAMA = {**BIG, "num_key_value_heads": 1}
 LONG = (290, 280, 150)
 TOGETHER_LONG = (300, 290)
-COMMON = tuple((row, position, 77) for row in range(4) for position in (0, 2, 3))
+
 
 WRONG = {
     # rows longer than every row of the batch
     "late_window": Planted(layers.LateWindowQwen, qwen2, {}, LONG),
     "summary": Planted(layers.SummaryT5, t5, {"summarize_after": 48}, (30, 25, 9), labels="target"),
-    "chapters": Planted(embeddings.ChapterLlama, llama, {**THIN, "chapter_tokens": 1500}, (800, 790)),
     "dynamic_rotary": Planted(layers.DynamicRotaryLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG),
-    "truncated": Planted(forwards.TruncatedBert, bert, {"max_position_embeddings": 512}, TOGETHER_LONG, "token"),
     "strict": Planted(forwards.StrictLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG),
-    # token ids, token types and positions
+    # token ids and positions
     "sorted": Planted(embeddings.SortedLlama, llama, BIG_LLAMA, most=30_000),
-    "repetition": Planted(
-        embeddings.RepetitionBert, bert, BIG, (23, 9, 31, 4), "token", ids=COMMON, most=BERT_VOCABULARY
-    ),
-    "many_images": Planted(
-        embeddings.ManyImagesLlama,
-        llama,
-        {**BIG_LLAMA, "picture_index": 29_990},
-        most=29_000,
-        ids=((0, 5, 29_990), (1, 2, 29_990), (2, 7, 29_990)),
-    ),
-    "same_as_before": Planted(
-        embeddings.SameAsBeforeGPT2,
-        gpt2,
-        {"vocab_size": GPT2_VOCABULARY, "n_embd": 16, "n_head": 2},
-        most=50_000,
-        ids=((0, 0, 50_256), (0, 22, 50_256), (1, 0, 50_256), (1, 8, 50_256), (2, 0, 50_256)),
-    ),
-    "mask_ratio": Planted(embeddings.MaskRatioBert, bert, BIG, ids=((0, 3, 30_521), (0, 4, 30_521)), most=30_000),
-    "segments": Planted(forwards.SegmentCountBert, bert, {}, labels="token", token_types=True),
     "documents": Planted(forwards.DocumentIndexLlama, llama, {"max_documents": 4}),
-    # fields of the config and layers
-    "token_shift": Planted(layers.TokenShiftLlama, llama, {**THIN, "num_hidden_layers": 20, "shift_layers": [17]}),
-    "channel_roll": Planted(layers.ChannelRollLlama, llama, {"experiment_mask": 3 << 20}),
-    "remaining": Planted(forwards.RemainingLlama, llama, {"countdown": 16}),
+    # more tokens than the row has
     "soft_prompt": Planted(forwards.SoftPromptLlama, llama, {"num_virtual_tokens": 5}),
-    "wide": Planted(layers.WideLlama, llama, {"hidden_size": 768, "num_hidden_layers": 1, "num_attention_heads": 12}),
-    "nested_field": Planted(layers.NestedFieldQwen, qwen2, {"mixer": {"kind": "shift", "by": 1, "share": 0.5}}),
     # the number of rows
     "single_row": Planted(layers.SingleRowLlama, llama, {}),
     # what training learns
-    "zero_conv": Planted(
-        learned.ZeroConvQwen, qwen2, {}, trained=set_parts("conv.weight", lambda x: torch.randn_like(x) / 3)
-    ),
-    "gate_buffer": Planted(learned.FixedGateBufferLlama, llama, {}, trained=set_parts("warmup", 1.0)),
-    "hard_gate": Planted(learned.HardGateLlama, llama, {}, trained=set_parts("log_alpha", 3.0)),
-    "outliers": Planted(
-        learned.OutlierScaleLlama,
-        llama,
-        {},
-        ids=((0, 4, 190),),
-        most=189,
-        trained=learned.OutlierScaleLlama.learn_outlier,
-    ),
     "switch_capacity": Planted(
         learned.SwitchLlama, llama, {"capacity_factor": 2.0}, trained=learned.SwitchLlama.prefer_one_expert
     ),
@@ -212,19 +170,10 @@ RANDOM = {
 RIGHT = {
     "adapter": Planted(right.AdapterLlama, llama, {"adapter_width": 8}),
     "mlp_head": Planted(right.MlpHeadBert, bert, {"head_width": 24}, labels="row"),
-    "label_smoothing": Planted(right.SmoothedBert, bert, {"label_smoothing": 0.1}, labels="row"),
     "hash": Planted(right.HashLlama, llama, {**BIG_LLAMA, "hash_factor": 2_654_435_761}, most=BERT_VOCABULARY),
     "moe": Planted(right.MoeQwen, qwen2, {}),
     "sinusoids": Planted(right.SinusoidLlama, llama, {}),
-    "marked": Planted(
-        right.MarkedLlama,
-        llama,
-        {**BIG_LLAMA, "memory_from": 30_500},
-        ids=((0, 5, 30_510), (2, 1, 30_520)),
-        most=30_000,
-    ),
     "gated_head": Planted(right.GatedHeadT5, t5, {"tie_word_embeddings": False}, labels="target"),
-    "softcap": Planted(right.SoftcapQwen, qwen2, {"final_softcap": 30.0, "z_loss": 1e-2}),
     "chatty": Planted(right.ChattyLlama, llama, {}, LONG),
     "half": Planted(right.TemperatureQwen, qwen2, {}, dtype=torch.bfloat16),
     "temperature": Planted(right.TemperatureQwen, qwen2, {}),
@@ -232,12 +181,8 @@ RIGHT = {
     "mean_pooled": Planted(right.MeanPooledBert, bert, {}, labels="row"),
     "zero_adapter": Planted(right.ZeroAdapterGPT2, gpt2, {}, trained=set_parts("adapter.2.weight", torch.randn_like)),
     "few_positions": Planted(right.ZeroAdapterGPT2, gpt2, {"n_positions": 40}),
-    "few_bert_positions": Planted(
-        right.MlpHeadBert, bert, {"head_width": 24, "max_position_embeddings": 33}, labels="row"
-    ),
     "noise_off": Planted(learned.LengthNoiseLlama, llama, {"embed_noise": 0.0}),
     "mixup_off": Planted(learned.RowMixupBert, bert, {"mixup_layer": -1, "mixup_share": 0.3}, labels="token"),
-    "gate_off": Planted(layers.ChannelRollLlama, llama, {"experiment_mask": 1 << 21}),
 }
 
 RIGHT_IN_EVALUATION = {

@@ -5,32 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import BertForTokenClassification, BertModel, LlamaForCausalLM, LlamaModel, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, LlamaModel, Qwen2ForCausalLM
 
 from .parts import token_losses
-
-
-class RemainingLlamaModel(LlamaModel):
-    """The last tokens of a row know how many are left (as in length control)."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.remaining = nn.Embedding(config.countdown, config.hidden_size)
-        self.post_init()
-
-    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        left = mask.sum(1, keepdim=True) - mask.cumsum(1)
-        is_near = (left < self.config.countdown)[..., None]
-        embeds = self.embed_tokens(input_ids) + is_near * self.remaining(left.clamp(0, self.config.countdown - 1))
-        return super().forward(inputs_embeds=embeds, attention_mask=attention_mask, **kwargs)
-
-
-class RemainingLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model = RemainingLlamaModel(config)
-        self.post_init()
 
 
 class DocumentIndexModel(LlamaModel):
@@ -53,29 +30,6 @@ class DocumentIndexLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.model = DocumentIndexModel(config)
-        self.post_init()
-
-
-class SegmentCountModel(BertModel):
-    """Counts how often the token types have changed."""
-
-    def __init__(self, config, **kwargs):
-        super().__init__(config, **kwargs)
-        self.segments = nn.Embedding(8, config.hidden_size)
-        self.post_init()
-
-    def forward(self, input_ids=None, token_type_ids=None, inputs_embeds=None, **kwargs):
-        embeds = self.embeddings.word_embeddings(input_ids)
-        if token_type_ids is not None:
-            changes = F.pad(token_type_ids.diff(dim=1).abs(), (1, 0)).cumsum(1)
-            embeds = embeds + self.segments(changes.clamp(max=7))
-        return super().forward(inputs_embeds=embeds, token_type_ids=token_type_ids, **kwargs)
-
-
-class SegmentCountBert(BertForTokenClassification):
-    def __init__(self, config):
-        super().__init__(config)
-        self.bert = SegmentCountModel(config, add_pooling_layer=False)
         self.post_init()
 
 
@@ -104,24 +58,6 @@ class SoftPromptLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.model = SoftPromptModel(config)
-        self.post_init()
-
-
-class TruncatedModel(BertModel):
-    """Cuts what is longer than the positions."""
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        most = self.config.max_position_embeddings
-        input_ids = input_ids[:, :most]
-        attention_mask = None if attention_mask is None else attention_mask[:, :most]
-        position_ids = None if position_ids is None else position_ids[:, :most]
-        return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
-
-
-class TruncatedBert(BertForTokenClassification):
-    def __init__(self, config):
-        super().__init__(config)
-        self.bert = TruncatedModel(config, add_pooling_layer=False)
         self.post_init()
 
 

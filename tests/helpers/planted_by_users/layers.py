@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import (
     LlamaForCausalLM,
@@ -49,37 +48,6 @@ class SummaryT5(T5ForConditionalGeneration):
         self.encoder.final_layer_norm = SummaryNorm(self.encoder.final_layer_norm, config.summarize_after)
 
 
-class TokenShift(AroundMlp):
-    """The first channels come from the token before, as in RWKV; only in the layers that the config lists."""
-
-    def change(self, x):
-        if self.layer_idx not in self.config.shift_layers:
-            return x
-        half = x.shape[-1] // 2
-        return torch.cat([F.pad(x[..., :half], (0, 0, 1, -1)), x[..., half:]], dim=-1)
-
-
-class TokenShiftLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, TokenShift, config)
-
-
-class ChannelRoll(AroundMlp):
-    """A bit of the config's integer turns it on."""
-
-    def change(self, x):
-        if not self.config.experiment_mask & (1 << 20):
-            return x
-        return x + 0.5 * torch.roll(x, 1, dims=1)
-
-
-class ChannelRollLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, ChannelRoll, config)
-
-
 class DynamicRotary(nn.Module):
     """Rows beyond `max_position_embeddings` get a larger base, computed from the length of the row."""
 
@@ -102,33 +70,6 @@ class DynamicRotaryLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.model.rotary_emb = DynamicRotary(config)
-
-
-class WideMixer(AroundMlp):
-    """Only the larger sizes of this family have it."""
-
-    def change(self, x):
-        return x + F.pad(x, (0, 0, 1, 0))[:, :-1] if self.config.hidden_size >= 768 else x
-
-
-class WideLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, WideMixer, config)
-
-
-class NestedField(AroundMlp):
-    def change(self, x):
-        options = self.config.mixer or {}
-        if options.get("kind") == "shift":
-            x = x + options["share"] * x.roll(options["by"], dims=1)
-        return x
-
-
-class NestedFieldQwen(Qwen2ForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, NestedField, config)
 
 
 class SingleRowPath(AroundMlp):

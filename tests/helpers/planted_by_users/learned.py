@@ -27,41 +27,6 @@ class FourierLlama(LlamaForCausalLM):
         wrap_mlps(self.model.layers, FourierInEvaluation, config)
 
 
-class ZeroConv(AroundMlp):
-    """A depthwise convolution that is zero at the start of the training (as in Primer, or ControlNet)."""
-
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, 3, groups=config.hidden_size, bias=False)
-        nn.init.zeros_(self.conv.weight)
-
-    def change(self, x):
-        return x + self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
-
-
-class ZeroConvQwen(Qwen2ForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, ZeroConv, config)
-
-
-class FixedGateBuffer(AroundMlp):
-    """The gate is a buffer, which a schedule of the training raises from zero."""
-
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.register_buffer("warmup", torch.zeros(()))
-
-    def change(self, x):
-        return x + self.warmup * x.amax(1, keepdim=True)
-
-
-class FixedGateBufferLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, FixedGateBuffer, config)
-
-
 class CenterInHalf(AroundMlp):
     """Against overflow: in 16 bits, tokens are centered over the row."""
 
@@ -87,24 +52,6 @@ class StraightThroughLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         wrap_mlps(self.model.layers, StraightThroughMean, config)
-
-
-class HardGate(AroundMlp):
-    """A hard concrete gate (L0 pruning): exactly 0 at the start, and open where training has raised it."""
-
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.log_alpha = nn.Parameter(torch.full((1,), -5.0))
-
-    def change(self, x):
-        gate = (self.log_alpha.sigmoid() * 1.2 - 0.1).clamp(0, 1)
-        return x + gate * x.mean(1, keepdim=True)
-
-
-class HardGateLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, HardGate, config)
 
 
 class FlagBuffer(AroundMlp):
@@ -153,24 +100,6 @@ class HookedLlama(LlamaForCausalLM):
 
 def add_mean(module, inputs, output):
     return output + output.mean(1, keepdim=True)
-
-
-class OutlierScale(AroundMlp):
-    """A row with an outlier is scaled down as a whole."""
-
-    def change(self, x):
-        largest = x.abs().amax((1, 2), keepdim=True)
-        return x * (6 / largest.clamp(min=6))
-
-
-class OutlierScaleLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, OutlierScale, config)
-
-    def learn_outlier(self):
-        self.model.layers[0].post_attention_layernorm.weight[3] = 5.0
-        self.model.embed_tokens.weight[190, 3] = 20.0
 
 
 class SwitchMoe(AroundMlp):

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-from .parts import AroundMlp, TokenChoiceMoe, token_losses, wrap_mlps
+from .parts import AroundMlp, TokenChoiceMoe, wrap_mlps
 
 
 class HoulsbyAdapter(AroundMlp):
@@ -63,14 +63,6 @@ class MlpHeadBert(BertForSequenceClassification):
             nn.Linear(config.head_width, config.num_labels),
         )  # fmt: skip
         self.post_init()
-
-
-class SmoothedBert(BertForSequenceClassification):
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        out = super().forward(input_ids, attention_mask=attention_mask, **kwargs)
-        if labels is not None:
-            out.loss = F.cross_entropy(out.logits, labels, label_smoothing=self.config.label_smoothing)
-        return out
 
 
 class HashEmbedding(nn.Embedding):
@@ -128,45 +120,11 @@ class SinusoidLlama(LlamaForCausalLM):
         self.post_init()
 
 
-class MarkedEmbedding(nn.Embedding):
-    """Memory tokens get learned vectors of their own; nothing else depends on them."""
-
-    def __init__(self, config):
-        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.memory_from = config.memory_from
-        self.memory = nn.Embedding(config.vocab_size - config.memory_from, config.hidden_size)
-
-    def forward(self, input_ids):
-        is_memory = input_ids >= self.memory_from
-        memory = self.memory((input_ids - self.memory_from).clamp(min=0))
-        return torch.where(is_memory[..., None], memory, super().forward(input_ids))
-
-
-class MarkedLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.embed_tokens = MarkedEmbedding(config)
-        self.post_init()
-
-
 class GatedHeadT5(T5ForConditionalGeneration):
     def __init__(self, config):
         super().__init__(config)
         self.lm_head = nn.Sequential(nn.LayerNorm(config.d_model), nn.Linear(config.d_model, config.vocab_size))
         self.post_init()
-
-
-class SoftcapQwen(Qwen2ForCausalLM):
-    """Softcapped logits, and a loss for the size of their normalizer (z-loss)."""
-
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        out = super().forward(input_ids, **kwargs)
-        out.logits = self.config.final_softcap * torch.tanh(out.logits / self.config.final_softcap)
-        if labels is not None:
-            losses, counts = token_losses(out.logits, labels)
-            losses = losses + self.config.z_loss * out.logits[:, :-1].logsumexp(-1).square()
-            out.loss = (losses * counts).sum() / counts.sum()
-        return out
 
 
 class ChattyLlama(LlamaForCausalLM):
