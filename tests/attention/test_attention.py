@@ -155,5 +155,5 @@ def test_batches_of_one_shape_with_other_layouts():
     x = torch.randn(12, 3, 7)
     for lengths in ([5, 7], [7, 5], [12, 0], [5, 7]):
         layouts = SequenceLayout.from_lengths([5, 7]), SequenceLayout.from_lengths(lengths)
-        spec = plan(x, x, x, *layouts).call.spec
+        spec = plan(x, x, x, *layouts).spec
         assert (spec.equal_lengths, spec.keyless) == (lengths == [5, 7], 0 in lengths)

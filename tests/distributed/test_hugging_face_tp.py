@@ -105,10 +105,8 @@ def check_plan(name, fsdp, folder, saved):
     handle = nta.patch(model)
     check_same(results(model), want)
     assert handle.calls == {None: 2}
-    assert ModuleState(model).why_not_captured(differentiates=False) in (
-        "its parameters are DTensors",
-        "a module has forward hooks",
-    )  # no CUDA graphs
+    holds = {reason for is_so, reason in ModuleState(model).reasons(differentiates=False) if is_so}
+    assert holds & {"its parameters are DTensors", "a module has forward hooks"}  # no CUDA graphs
     ids = make_batch()["input_ids"][-1:]
     model.save_pretrained(saved)
     tokens = [each.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=tiny.PAD) for each in (model, one)]

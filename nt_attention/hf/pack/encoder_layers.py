@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from ...compiler import active_compiler, can_be_read, inline_only, is_compiling, outside_of_graphs
@@ -195,6 +196,16 @@ def _has_unreadable_mask(call: EncoderModelCall) -> str | None:
     return None if all(map(can_be_read, call.masks)) else "the host can't read its mask"
 
 
+def _has_batch_norms(call: EncoderModelCall) -> str | None:
+    """Statistics of a batch depend on how much padding it has."""
+    if not call.model.training:
+        return None
+    modules = (module for layer in _items(call.model) for module in layer.modules())
+    if any(isinstance(x, _BatchNorm) and x.training for x in modules):
+        return "the batch norms of its layers compute with padding in training"
+    return None
+
+
 def _checkpoints_padded_modules(call: EncoderModelCall) -> str | None:
     """A checkpoint would run a module on padded rows again."""
     if call.entry.first_batches.padded and any(map(_is_checkpointed, _items(call.model))):
@@ -210,6 +221,7 @@ _RULES: tuple[Rule, ...] = (
     (_has_compiled_layers, FallsBack),
     (_is_compiled, FallsBack),
     (_has_unreadable_mask, FallsBack),
+    (_has_batch_norms, FallsBack),
     (differs_from_padded, FallsBack),  # it may find modules that run padded
     (_checkpoints_padded_modules, FallsBack),
 )
