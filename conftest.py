@@ -99,6 +99,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # The compiler's cache does not know our operators: a graph of an older checkout may expect other results of them.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "inductor"))
     # A million objects of torch, transformers and the tests stay. By default, Python looks at all of them very often.
     gc.set_threshold(10_000, 20, 50)
     for expected in config.getoption("--expect"):

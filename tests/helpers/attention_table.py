@@ -29,10 +29,11 @@ CPU = torch.device("cpu")
 
 # (7, 2 × LONGEST) for heads or sequences, and distances
 TABLE = torch.randn(7, 2 * LONGEST, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+TABLES = {kind: TABLE.to(kind) for kind in {"cpu", "meta", DEVICE.type}}  # in a graph, it can't be moved
 
 
 def by_distance(score, b, h, i, j):
-    return score + TABLE.to(score.device)[h, i - j + LONGEST].to(score.dtype)
+    return score + TABLES[score.device.type][h, i - j + LONGEST].to(score.dtype)
 
 
 def by_sequence(score, b, h, i, j):

@@ -305,7 +305,7 @@ ENTRIES = {
         batches=FEW,
     ),
 }  # fmt: skip
-TYPES = ("gpt2", "llama", "modernbert", "roberta", "esm", "gemma2", "albert", "mistral", "opt", "qwen3", "bert")
+TYPES = ("gpt2", "llama", "modernbert", "roberta", "esm", "gemma2", "albert", "mistral", "qwen3", "bert")
 HEADS = {
     f"{model_type}, {name}": Entry(
         make=partial(model_of, model_type, name),
