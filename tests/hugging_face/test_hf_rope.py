@@ -9,7 +9,7 @@ from nt_attention.hf.route.packed_row import PackedRow, running
 from nt_attention.hf.route.rope import rotate_per_sequence
 from nt_attention.layouts.sequence import SequenceLayout
 
-LENGTHS, LENGTH, TRAINED = [7, 23, 13, 2, 19], 29, 11
+LENGTHS, LENGTH, TRAINED = [7, 23, 13, 2, 19, 11], 29, 11
 MASK = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
 GROUPED = tiny.GROUPED["head_dim"] // 2
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
