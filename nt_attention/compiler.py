@@ -133,12 +133,7 @@ def _is_in_make_fx() -> bool:
 @inline_only
 def is_traced(tensor: object) -> bool:
     """Whether `tensor` is symbolic: its values are unknown until the graph runs."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or (count_dispatch_modes() > 0 and proxy_mode() is not None)
-        or is_dispatched(PRE_DISPATCH)
-        or isinstance(tensor, (FakeTensor, Proxy))
-    )
+    return is_tracing() or isinstance(tensor, (FakeTensor, Proxy))
 
 
 @inline_only

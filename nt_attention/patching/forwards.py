@@ -123,9 +123,7 @@ class PatchedForward:
             return self._for(args[0])(*args[1:], **kwargs)
         if not self.handle.active:
             return self.original(*args, **kwargs)
-        module = self.module
-        original = functools.partial(type(module).forward, module) if self.before is None else self.before
-        return self.forward(module, original, *args, **kwargs)
+        return self.forward(self.module, self.original, *args, **kwargs)
 
     @property
     def __self__(self) -> nn.Module:

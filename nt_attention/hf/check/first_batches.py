@@ -174,12 +174,11 @@ class FirstBatches:
     def _kind_and_size(self, call: ModelCall, compared: Compared) -> tuple[tuple[Hashable, ...], int]:
         """The kind of a call, and its number of tokens. Reads the lengths of its rows."""
         kind, packings = _kind_of(call, compared), call.packings
-        total = 0
+        total, has_holes = 0, False
         for packing in packings:
             total += packing.layout.total
-            if packing.has_holes and len(kind) == _LENGTH_OF_KIND:
-                kind = (*kind, "with padding between tokens")
-        return kind, total
+            has_holes |= packing.has_holes
+        return (*kind, "with padding between tokens") if has_holes else kind, total
 
     def _comparison(self, call: ModelCall) -> Any:
         """What compares a call, or None if no row of it can be compared."""

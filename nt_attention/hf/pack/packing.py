@@ -94,7 +94,7 @@ class Packing(Padding):
         if position_ids is None:
             is_token, *others = read_bits(bits)
             layout = layout_of_mask(is_token, mask.device)
-            has_holes, shares_rows, index = layout.has_holes, False, layout.index_of_tokens(length)
+            has_holes, shares_rows = layout.has_holes, False
         else:
             before = previous_token(tokens)
             first = tokens & (starts(position_ids, tokens) | (before < 0))
@@ -102,10 +102,13 @@ class Packing(Padding):
             is_first, is_hole, is_token, *others = read_bits([first, hole, *bits])
             layout = layout_where(is_first[is_token], mask.device)
             has_holes, shares_rows = bool(is_hole.any()), bool(is_first.sum(1).max(initial=0) > 1)
-            index = to_device(np.flatnonzero(is_token), mask.device)
         flags = has_holes, shares_rows, begin_padded(is_token), bool(others and others[0].any())
         if layout.total == is_token.size:
             return cls(layout, None, rows, length, *flags)
+        if position_ids is None:  # the layout was made of the mask, and has it
+            index = layout.index_of_tokens(length)
+        else:
+            index = to_device(np.flatnonzero(is_token), mask.device)
         return cls(layout, index, rows, length, *flags)
 
     @classmethod

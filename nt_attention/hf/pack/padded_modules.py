@@ -97,17 +97,18 @@ def group_by_length(lengths: Ints, on_gpu: bool) -> list[Ints]:
     # Groups begin at one of these places only: where the length has fallen by a share.
     level = np.floor(np.log(lengths) / np.log(_LEVEL))
     begins = np.flatnonzero(np.diff(level, prepend=level[0] + 1))
-    costs, firsts = [0.0], []  # of the sequences before each of these places, and where the last of their groups begins
-    for end in [*begins[1:], len(order)]:
-        of_last = (end - begins[: len(costs)] + step) * lengths[begins[: len(costs)]] + start
-        totals = np.array(costs) + of_last
-        firsts.append(int(totals.argmin()))
+    places = np.append(begins, len(order))
+    # For the sequences before each place: what they cost, and the place at which the last of their groups begins.
+    costs, last = [0.0], [0]
+    for end in places[1:]:
+        first = begins[: len(costs)]
+        totals = np.array(costs) + (end - first + step) * lengths[first] + start
         costs.append(float(totals.min()))
-    groups, end = [], len(begins)
-    ends = np.append(begins, len(order))
-    while end:
-        groups.append(order[ends[firsts[end - 1]] : ends[end]])
-        end = firsts[end - 1]
+        last.append(int(totals.argmin()))
+    groups, at = [], len(begins)
+    while at:
+        groups.append(order[places[last[at]] : places[at]])
+        at = last[at]
     return groups[::-1]
 
 

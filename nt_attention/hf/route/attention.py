@@ -222,9 +222,8 @@ def _layouts_of_patch(call: _AttentionCall, mask: Tensor | None, offsets: Tensor
     layout: Any = None if mask is None else owner_of(mask)
     if layout is None:  # the mask was copied
         layout = owner_of(offsets) if is_sharded else SequenceLayout.from_offsets(offsets)
-    for tokens in (call.query, call.key):
+    for what, tokens in (("the query", call.query), ("the key", call.key)):
         if layout.total != tokens.shape[0] * tokens.shape[2]:
-            what = "the query" if tokens is call.query else "the key"
             message = why_no_row(f"{what} of its attention", tokens.shape[0], tokens.shape[2], layout.total)
             raise OtherLengthError(message)
     return layout, layout

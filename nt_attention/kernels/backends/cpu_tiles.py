@@ -16,9 +16,7 @@ Dimensions: T query tokens, S key tokens, H heads, n tiles of a call, P gathered
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -143,7 +141,7 @@ class Side(NamedTuple):
     def tiles(self, packed: Tensor) -> list[Tensor]:
         """The tiles (n, H, length, …) of each call, from packed rows (T, H, …)."""
         pieces = packed.index_select(0, self.gathered).split(self.sizes)
-        return list(map(Rows.of, self.rows, itertools.repeat(packed), pieces))
+        return [rows.of(packed, piece) for rows, piece in zip(self.rows, pieces, strict=True)]
 
 
 class Part(NamedTuple):
@@ -159,7 +157,7 @@ class Part(NamedTuple):
 
     def tiles(self, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[TileGroup, tuple[Tensor, ...]]]:
         """See `TilePlan.tiles`."""
-        tensors = [*map(self.queries.tiles, queries), *map(self.keys.tiles, keys)]
+        tensors = [self.queries.tiles(x) for x in queries] + [self.keys.tiles(x) for x in keys]
         return zip(self.calls, zip(*tensors, strict=True), strict=True)
 
 
@@ -173,7 +171,8 @@ class TilePlan:
 
     def tiles(self, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[TileGroup, tuple[Tensor, ...]]]:
         """Each call with its tiles (n, H, length, …) of packed tensors (T, H, …) of queries and of keys."""
-        return itertools.chain.from_iterable(map(operator.methodcaller("tiles", queries, keys), self.parts))
+        for part in self.parts:
+            yield from part.tiles(queries, keys)
 
 
 @dataclass(frozen=True)
