@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --expect torch==$(TORCH) --expect t
 demo: $(VENV)/.demo
 	$(BIN)/python examples/embed_paragraphs.py --every 6
 
-# all features, in a few minutes; tests of DeepSpeed and lm-evaluation-harness are skipped, unless `pip install`
+# all features, about ten minutes on two cores; tests of DeepSpeed and lm-evaluation-harness are skipped, unless `pip install`
 # has added deepspeed and lm-eval to .venv
 test: $(VENV)/.dev
 	$(PYTEST) --dist worksteal -m "not sweep"
