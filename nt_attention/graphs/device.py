@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -34,6 +35,16 @@ def check(reasons: Reasons) -> None:
             raise NotCapturedError(reason)
 
 
+# cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it has seen, so streams are used again.
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    with suppress(IndexError):  # another thread may take the last one
+        return _idle_streams[device].pop()
+    return torch.cuda.Stream(device)
+
+
 class Slot:
     """Captures graphs on a CUDA device, and runs them one after another, because they share memory.
 
@@ -46,7 +57,8 @@ class Slot:
         self.device = device
         self.gradients: list[Tensor] = []
         self.waiting: weakref.ref[Any] | None = None
-        self._stream, self._done = torch.cuda.Stream(device), torch.cuda.Event()
+        self._stream, self._done = _stream(device), torch.cuda.Event()
+        weakref.finalize(self, _idle_streams[device].append, self._stream).atexit = False
         self._pool = torch.cuda.graph_pool_handle()
 
     @property

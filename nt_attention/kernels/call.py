@@ -74,15 +74,21 @@ def _alignment(name: str, value: Any) -> CausalAlignment:
     return value
 
 
+_NO_LIMIT = (
+    2**30
+)  # tokens: a side of a window that is this long has no limit, so kernels can add it to positions in int32
+
+
 def _window_size(name: str, value: object) -> tuple[int, int]:
     if type(value) is tuple and len(value) == 2:  # fast path of the usual case, because every call is checked
         left, right = value
-        if type(left) is type(right) is int and -1 <= left < 2**63 and -1 <= right < 2**63:
+        if type(left) is type(right) is int and -1 <= left < _NO_LIMIT and -1 <= right < _NO_LIMIT:
             return left, right
     sides = value if isinstance(value, Sequence) else ()
     if len(sides) != 2 or any(not isinstance(side, int) or not -1 <= side < 2**63 for side in sides):
         raise ValueError(f"{name} must be (left, right), two integers from −1 (no limit) to 2^63 − 1, got {value!r}.")
-    return int(sides[0]), int(sides[1])
+    left, right = (int(side) if side < _NO_LIMIT else -1 for side in sides)
+    return left, right
 
 
 def _softcap(name: str, value: object) -> float:

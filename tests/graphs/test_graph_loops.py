@@ -337,6 +337,19 @@ class TestMemory:
             memory.append(torch.cuda.memory_allocated())
         assert memory[-1] <= 1.01 * memory[0]
 
+    def test_models_one_after_another(self):
+        """The memory of a model comes back, workspaces of cuBLAS included."""
+        memory = []
+        for _ in range(5):
+            pair = Pair("bert", "training")
+            pair.solve(pair.model, pair.draw([5, 2, 9]))
+            pair.assert_captured(1)
+            del pair
+            gc.collect()
+            torch.cuda.synchronize()
+            memory.append(torch.cuda.memory_allocated())
+        assert memory[4] - memory[1] < 2**20, memory
+
 
 @pytest.mark.gpu
 class TestOnAGpu:
