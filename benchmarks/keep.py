@@ -1,6 +1,6 @@
 """Run a benchmark and keep its output in the form of the kept results.
 
-    python benchmarks/keep.py [--seconds N] DIR NAME ARGUMENT ...   `python ARGUMENT ...` → a section of DIR/NAME_DEVICE.md
+    python benchmarks/keep.py [--seconds N] DIR NAME ARGUMENT ...   `python ARGUMENT ...` → DIR/NAME_DEVICE.md
     python benchmarks/keep.py --merge DIR                           DIR/*.md → benchmarks/results and the pages
     python benchmarks/keep.py --pages                               the tables of the pages from benchmarks/results
 
@@ -81,14 +81,8 @@ def keep(folder: Path, result: str, arguments: list[str], seconds: float | None 
     status = 0
     with open(file.with_suffix(".err"), "a") as errors:
         try:
-            process = subprocess.run(
-                run,
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": path},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                timeout=seconds,
-            )
+            options = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": path}, "stderr": errors, "timeout": seconds}
+            process = subprocess.run(run, **options, stdout=subprocess.PIPE)
             output, status = process.stdout.decode(), process.returncode
         except subprocess.TimeoutExpired as expired:
             output = (expired.stdout or b"").decode() + f"\n\nStopped after {seconds:.0f} s.\n"
@@ -115,9 +109,9 @@ def fill(page: Path, text: str) -> str:
         result = file.read_text()
         found = tables(result)
         shown = "\n".join(found[n - 1] for n in numbers if n <= len(found))
-        commit = SECTION.search(result)
+        commits = " and ".join(dict.fromkeys(f"`{each['commit']}`" for each in SECTION.finditer(result)))
         link = f"[{match[1]}]({os.path.relpath(file, page.parent)})"
-        return f"{match[1]}{match[2]} -->\n\n{shown}\nResult: {link}, measured at `{commit['commit'] if commit else ''}`.\n\n"
+        return f"{match[1]}{match[2]} -->\n\n{shown}\nResult: {link}, measured at {commits}.\n\n"
 
     return BLOCK.sub(block, text)
 

@@ -5,7 +5,8 @@
 - data_flow.svg: how a batch goes through varlen_attention.
 - token_tiled.svg: one batch, tiled by sequence and by token, from the plan that the kernels run.
 
-Each file contains what it shows as JSON, so that tests/project/test_pictures.py can compare it with the plan. The background is transparent, and all colours can be read on white and on black.
+Each file contains what it shows as JSON, so that tests/project/test_pictures.py can compare it with the plan. The
+background is transparent, and all colours can be read on white and on black.
 """
 
 from __future__ import annotations

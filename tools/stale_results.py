@@ -7,9 +7,9 @@
 
 Each section of a file in benchmarks/results names its command and the commit that was measured. From the program of the
 command, this tool follows names to the functions, classes, methods and constants that have them, and on to what these
-use. A result is stale if one of them differs between HEAD and its commit. Comments, docstrings, formatting, and moves to
-another file do not count; neither do backends of the other type of device. More is reached than runs, because a name
-stands for all that have it.
+use. A result is stale if one of them differs between HEAD and its commit. Comments, docstrings, formatting, and moves
+to another file do not count; neither do backends of the other type of device. More is reached than runs, because a
+name stands for all that have it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ SHARED = ("benchmarks/by_turns.py", "benchmarks/workloads.py", "examples/shared_
 KERNELS = "nt_attention/kernels/"
 ONLY_ON_CPU = (f"{KERNELS}backends/cpu.py",)
 ONLY_ON_GPU = (
-    *(
-        f"{KERNELS}{name}"
-        for name in ("token_tiled/", "split_kv/", "launch.py", "bounds_kernels.py", "tree_kernels.py")
-    ),
+    *(f"{KERNELS}{name}" for name in ("token_tiled/", "split_kv/", "launch.py", "bounds_kernels", "tree_kernels")),
     *(f"{KERNELS}{name}" for name in ("backends/flash", "backends/torch_", "measured/", "verified/", "cost_model.py")),
     "nt_attention/graphs/",
 )
