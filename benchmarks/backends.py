@@ -1,25 +1,29 @@
-"""The backends, padded SDPA and NestedTensor SDPA on named workloads: `python -m nt_attention bench` for each of them.
+"""The backends, padded SDPA and NestedTensor SDPA on named workloads, in one table.
 
-    python benchmarks/backends.py [--workloads NAME …] [--heads N] [--kv-heads N] [--head-dim N] [--options NAME=VALUE]
+    python benchmarks/backends.py [--workloads NAME …] [--all] [--save FILE]
 
-The numbers of heads and the head dim are those of the workload, unless they are given. Other options are those of
-`bench`.
+`python -m nt_attention bench` does the same for lengths and options of your own.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from dataclasses import replace
+import warnings
+from pathlib import Path
 
+import torch
+from by_turns import show
 from torch import Tensor
 from torch.nn import functional as F
 from workloads import WORKLOADS
 
 from nt_attention.cli import bench
 from nt_attention.cli.calls import CaseInputs, NotSupportedError, PreparedCall
-from nt_attention.cli.environment import positive
+from nt_attention.cli.environment import backends_of, device_name
+
+DEFAULT = ["A", "B", "C", "D", "E", "one long"]
+SLOWER = ("flex", "torch_efficient", "split_kv")
 
 
 def nested(inputs: CaseInputs) -> PreparedCall:
@@ -44,23 +48,30 @@ def main() -> int:
     bench.SDPA["NestedTensor SDPA"] = nested
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS)
-    for name in ("--heads", "--kv-heads", "--head-dim"):
-        parser.add_argument(name, type=positive)
-    parser.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE")
-    bench.add_measure_arguments(parser)
+    parser.add_argument("--all", action="store_true", help="also the slower backends, such as flex, which compiles")
+    parser.add_argument("--save", type=Path)
     options = parser.parse_args()
-    names = options.workloads or (["small", "small causal"] if options.device == "cpu" else list("ABCDE"))
-    workloads = []
-    for workload in (WORKLOADS[name] for name in names):
-        changed = {
-            "heads": options.heads or workload.heads,
-            "kv_heads": options.kv_heads or options.heads or workload.kv_heads,
-            "head_dim": options.head_dim or workload.head_dim,
-            "options": workload.options | dict(map(bench.parse_option, options.options)),
-            "about": ", ".join([workload.about, *options.options]),
-        }
-        workloads.append(replace(workload, **changed))
-    return bench.bench(workloads, options, shlex.join(["python", "benchmarks/backends.py", *sys.argv[1:]]))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    able = [name for name in backends_of(device) if name != "reference" and (options.all or name not in SLOWER)]
+    names = ["auto", *able, *bench.SDPA]
+    lines = [f"{device_name(device)}, {dtype}; ms of device time on a GPU, forward / forward + backward", ""]
+    lines += [f"| lengths, heads × head dim | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    notes = []
+    warnings.simplefilter("ignore")
+    for name in options.workloads or (["small", "small causal"] if device.type == "cpu" else DEFAULT):
+        workload = WORKLOADS[name]
+        inputs = CaseInputs.random(workload, device, dtype)
+        cells = []
+        for each in names:
+            backends, times, why = zip(*(bench.measure(each, inputs, both) for both in (False, True)), strict=True)
+            chosen = f" ({', '.join(dict.fromkeys(backends))})" if each == "auto" else ""
+            cells.append(" / ".join(f"{ms:.3f}" if ms else "–" for ms in times) + chosen)
+            notes += [f"- {name}, {each}: {note}" for note in dict.fromkeys(why) if note]
+        lines.append(f"| {workload} | {' | '.join(cells)} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    show([*lines, "", *notes], options.save)
+    return int(any(": failed: " in note for note in notes))
 
 
 if __name__ == "__main__":

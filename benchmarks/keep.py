@@ -1,23 +1,27 @@
 """Run a benchmark and keep its output in the form of the kept results.
 
-    python benchmarks/keep.py DIR NAME ARGUMENT ...   `python ARGUMENT ...` as a section of DIR/NAME_DEVICE.md
-    python benchmarks/keep.py --merge DIR             the results in DIR replace those of benchmarks/results
+    python benchmarks/keep.py [--seconds N] DIR NAME ARGUMENT ...   `python ARGUMENT ...` → DIR/NAME_DEVICE.md
+    python benchmarks/keep.py --merge DIR                           DIR/*.md → benchmarks/results and the pages
+    python benchmarks/keep.py --pages                               the tables of the pages from benchmarks/results
 
 DEVICE is the name of the GPU, such as h200, or "cpu". A section has the command, the commit, the machine, the versions,
-and the standard output of the command. DIR/index.toml gets an entry for it. The standard error, and the output of a
-command that fails, are appended to DIR/NAME_DEVICE.err.
+and the standard output of the command. A command whose section exists already does not run again. After N seconds it is
+stopped; what it has printed is kept if it has rows of a table. The standard error, and the output of a command that
+fails, are appended to DIR/NAME_DEVICE.err.
 
 The commit is that of the working tree, which must have no changes in code, or that of the environment variable COMMIT
-where there is no git. Replacing a result means its whole file, and all of its entries in the index.
+where there is no git. In README.md and docs/, the lines between `<!-- result FILE N … -->` and `<!-- end -->` are the
+tables number N, … of this file, counted from 1, and its commit.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,16 +30,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-CODE = ("nt_attention", "benchmarks/*.py", "examples", "tests")
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "flash-attn",
-    "flash-attn-4",
-    "flashinfer-python",
-    "sentence-transformers",
-)
+CODE = ("nt_attention", "benchmarks/*.py", "examples", "tests/helpers")
+PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-4", "sentence-transformers")
+SECTION = re.compile(r"^`python (?P<command>.+)`, at commit (?P<commit>[0-9a-f]{7})$", re.MULTILINE)
+BLOCK = re.compile(r"(?<=<!-- result )(\S+)((?: \d+)+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def output_of(*command: str) -> str:
@@ -52,16 +51,17 @@ def measured_commit() -> str:
     return output_of("git", "rev-parse", "HEAD")[:7]
 
 
-def machine() -> tuple[str, bool]:
-    """The names of the GPUs, or of the CPU with its threads; and whether it is a GPU."""
+def machine() -> tuple[str, str]:
+    """The names of the GPUs, or of the CPU with its threads; and the name for files."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible != "" and shutil.which("nvidia-smi"):
         of_these = ["-i", visible] if visible else []
         names = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *of_these).splitlines()
-        return (f"{len(names)} × " if len(names) > 1 else "") + names[0], True
+        name = (f"{len(names)} × " if len(names) > 1 else "") + names[0]
+        return name, next((word.lower() for word in names[0].split() if word[1:].isdigit()), "gpu")
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads", False
+    return f"{name}, {os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads", "cpu"
 
 
 def versions() -> str:
@@ -70,50 +70,75 @@ def versions() -> str:
     return ", ".join([*packages, f"Python {platform.python_version()}", str(datetime.date.today())])
 
 
-def entry(file: str, command: str, name: str, gpu: bool, commit: str) -> str:
-    """The text of an entry in the index. A string of JSON is one of TOML."""
-    values = {"file": file, "part": command.partition(" ")[2], "command": command, "machine": name, "gpu": gpu}
-    values |= {"commit": commit, "basis": "stated"}
-    return "\n".join(
-        ["[[result]]", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())]
-    )
-
-
-def keep(folder: Path, result: str, arguments: list[str]) -> int:
-    commit, (name, gpu) = measured_commit(), machine()
-    device = next((word.lower() for word in name.split() if word[1:].isdigit()), "gpu") if gpu else "cpu"
-    file, command = f"{result}_{device}.md", shlex.join(["python", *arguments])
+def keep(folder: Path, result: str, arguments: list[str], seconds: float | None = None) -> int:
+    commit, (name, device) = measured_commit(), machine()
+    file, command = folder / f"{result}_{device}.md", shlex.join(arguments)
+    if file.exists() and command in [each["command"] for each in SECTION.finditer(file.read_text())]:
+        return 0
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{result}_{device}.err", "a") as errors:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        run = [sys.executable, "-W", "ignore", *arguments]
-        done = subprocess.run(
-            run, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        if done.returncode:
-            errors.write(done.stdout)
-            return done.returncode
-    with open(folder / file, "a") as text:
-        text.write(f"`{command}`, at commit {commit}\n\n{name}; {versions()}\n\n{done.stdout.strip()}\n\n")
-    with open(folder / "index.toml", "a") as index:
-        index.write(entry(file, command, name, gpu, commit) + "\n\n")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    run = [sys.executable, "-u", "-W", "ignore", *arguments]
+    status = 0
+    with open(file.with_suffix(".err"), "a") as errors:
+        try:
+            options = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": path}, "stderr": errors, "timeout": seconds}
+            process = subprocess.run(run, **options, stdout=subprocess.PIPE)
+            output, status = process.stdout.decode(), process.returncode
+        except subprocess.TimeoutExpired as expired:
+            output = (expired.stdout or b"").decode() + f"\n\nStopped after {seconds:.0f} s.\n"
+            status = 0 if re.search(r"^\|[-: |]+\|\n\| ", output, re.MULTILINE) else 124
+        if status:
+            errors.write(output)
+            return status
+    with open(file, "a") as text:
+        text.write(f"`python {command}`, at commit {commit}\n\n{name}; {versions()}\n\n{output.strip()}\n\n")
     return 0
 
 
-def merge(folder: Path) -> None:
-    for file in folder.glob("*.md"):
-        (RESULTS / file.name).write_text(file.read_text().rstrip("\n") + "\n")
-    head, *entries = (RESULTS / "index.toml").read_text().split("[[result]]\n")
-    new = (folder / "index.toml").read_text().split("[[result]]\n")[1:]
-    files = {each.partition("\n")[0] for each in new}
-    kept = [each.rstrip("\n") for each in [*entries, *new] if each in new or each.partition("\n")[0] not in files]
-    (RESULTS / "index.toml").write_text(head + "\n\n".join(f"[[result]]\n{each}" for each in kept) + "\n")
+def tables(text: str) -> list[str]:
+    return re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
+
+
+def fill(page: Path, text: str) -> str:
+    """The text of a page with the tables of its results."""
+
+    def block(match: re.Match[str]) -> str:
+        file, numbers = RESULTS / match[1], [int(n) for n in match[2].split()]
+        if not file.exists():
+            return f"{match[1]}{match[2]} -->\n\nNot measured yet.\n\n"
+        result = file.read_text()
+        found = tables(result)
+        shown = "\n".join(found[n - 1] for n in numbers if n <= len(found))
+        commits = " and ".join(dict.fromkeys(f"`{each['commit']}`" for each in SECTION.finditer(result)))
+        link = f"[{match[1]}]({os.path.relpath(file, page.parent)})"
+        return f"{match[1]}{match[2]} -->\n\n{shown}\nResult: {link}, measured at {commits}.\n\n"
+
+    return BLOCK.sub(block, text)
+
+
+def fill_pages() -> None:
+    for page in PAGES:
+        page.write_text(fill(page, page.read_text()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--merge", type=Path, metavar="DIR")
+    parser.add_argument("--pages", action="store_true")
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("run", nargs=argparse.REMAINDER, metavar="DIR NAME ARGUMENT …")
+    options = parser.parse_args()
+    if options.merge is not None:
+        for file in options.merge.glob("*.md"):
+            (RESULTS / file.name).write_text(file.read_text().rstrip("\n") + "\n")
+    elif not options.pages:
+        if len(options.run) < 3:
+            parser.error("it needs DIR, NAME and the arguments of python")
+        folder, result, *arguments = options.run
+        return keep(Path(folder).absolute(), result, arguments, options.seconds)
+    fill_pages()
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--merge"] and len(sys.argv) == 3:
-        merge(Path(sys.argv[2]))
-    elif len(sys.argv) > 3:
-        sys.exit(keep(Path(sys.argv[1]).absolute(), sys.argv[2], sys.argv[3:]))
-    else:
-        sys.exit(__doc__)
+    sys.exit(main())

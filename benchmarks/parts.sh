@@ -1,32 +1,30 @@
-# Sourced by on_this_gpu.sh and on_this_cpu.sh: runs the parts of the command line, each for at most ten minutes.
+# Sourced by on_this_gpu.sh and on_this_cpu.sh. Each result is written when it is measured. What is there already is not
+# measured again, so the same command goes on where it stopped.
 set -u
 cd "$(dirname "$0")/.."
-failed=()
+out=new_results only= failed=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --only) only=$2 && shift 2 ;;
+    *) out=$1 && shift ;;
+  esac
+done
 
-keep() { # a name of a result, then arguments of python
-  local left=$((began + 600 - SECONDS)) since=$SECONDS
-  if [ "$left" -le 0 ] || ! timeout "$left" python benchmarks/keep.py "$out" "$@"; then failed+=("$part: $*"); fi
-  echo "$part: $* ($((SECONDS - since)) s)"
+keep() { # the most seconds, the name of a result, then arguments of python
+  local left=$((${LIMIT:-1200} - SECONDS)) most=$1 since=$SECONDS
+  shift
+  [ -n "$only" ] && [ "$1" != "$only" ] && return
+  [ "$left" -lt "$most" ] && most=$left
+  if [ "$most" -lt 15 ]; then
+    failed+=("$*: no time was left")
+  elif python benchmarks/keep.py --seconds "$most" "$out" "$@"; then
+    echo "$SECONDS s: $* ($((SECONDS - since)) s)"
+  else
+    failed+=("$*") && echo "$SECONDS s: $* failed: $(tail -n 1 "$out"/"$1"_*.err | cut -c1-200)"
+  fi
 }
 
-run_parts() { # the names of all parts; --part NAME, as often as you like, and DIR are in "$arguments"
-  local chosen=() all=("$@")
-  out=new_results
-  set -- "${arguments[@]}"
-  while [ $# -gt 0 ]; do
-    case $1 in
-      --part) chosen+=("${2:-}") && shift $(($# > 1 ? 2 : 1)) ;;
-      --list) printf '%s\n' "${all[@]}" && exit ;;
-      *) out=$1 && shift ;;
-    esac
-  done
-  for part in "${chosen[@]}"; do
-    declare -F "part_$part" >/dev/null || { echo "There is no part '$part'. --list names them." && exit 2; }
-  done
-  for part in "${chosen[@]:-${all[@]}}"; do
-    began=$SECONDS
-    "part_$part"
-  done
-  printf 'failed: %s\n' "${failed[@]:-nothing}"
+finish() {
+  printf 'not measured: %s\n' "${failed[@]:-nothing}"
   [ ${#failed[@]} -eq 0 ]
 }

@@ -2,20 +2,18 @@
 
     python tools/draw_pictures.py
 
-- padded_and_packed.svg: time of padded and packed runs, read from the tables in benchmarks/results.
 - data_flow.svg: how a batch goes through varlen_attention.
 - token_tiled.svg: one batch, tiled by sequence and by token, from the plan that the kernels run.
 
-Each file contains what it shows as JSON, so that tests/project/test_pictures.py can compare it with the tables and the
-plan. The background is transparent, and all colours can be read on white and on black.
+Each file contains what it shows as JSON, so that tests/project/test_pictures.py can compare it with the plan. The
+background is transparent, and all colours can be read on white and on black.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -31,102 +29,8 @@ from nt_attention.kernels.masks import Window
 from nt_attention.kernels.token_tiled.plan import Plan
 
 ROOT = Path(__file__).parent.parent
-RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
-GREY, BLUE, ORANGE, INK = "#a7adb5", "#3f83d1", "#d88228", "#76808b"
-
-
-def rows(file: str, after: str = "") -> Iterator[dict[str, str]]:
-    """The rows of the tables in a result file, by column name. An empty first cell means that of the row above.
-
-    Args:
-        file: in benchmarks/results.
-        after: a text of the file; only tables after it are read.
-    """
-    header: list[str] = []
-    first = ""
-    _, _, text = (RESULTS / file).read_text().partition(after) if after else ("", "", (RESULTS / file).read_text())
-    for line in text.splitlines():
-        if not line.startswith("|"):
-            header = []
-            continue
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if not header:
-            header = cells
-        elif set(line) - set("|-: "):  # not the line below the header
-            first = cells[0] = cells[0] or first
-            yield dict(zip(header, cells, strict=True))
-
-
-def number(cell: str) -> float:
-    """The first number of a cell: "588.89 (4.41 ×)" → 588.89."""
-    return float(cell.split()[0].replace(",", ""))
-
-
-def find(file: str, column: str, *begins: str, after: str = "") -> float:
-    """The number in ``column`` of the first row whose cells begin with ``begins``."""
-    for row in rows(file, after):
-        if column in row and all(cell.startswith(text) for cell, text in zip(row.values(), begins, strict=False)):
-            return number(row[column])
-    raise ValueError(f"{file} has no row that begins with {begins} and has a column {column!r}.")
-
-
-@dataclass(frozen=True)
-class Job:
-    """Two bars: the time of the padded and of the packed run, in ``unit``."""
-
-    machine: str
-    name: str
-    padded: float
-    packed: float
-    unit: str
-
-
-def jobs() -> list[Job]:
-    hf, training, layer = "hugging_face_h200.md", "forward + backward", "benchmarks/multihead.py --workload A"
-    return [
-        Job(
-            "NVIDIA H200",
-            "Train a Llama (8 layers) with nta.patch",
-            find(hf, training, "llama,", "sdpa, padded"),
-            find(hf, training, "llama,", "nta.patch"),
-            "ms",
-        ),
-        Job(
-            "NVIDIA H200",
-            "Embed with BERT-base and nta.patch",
-            find(hf, "forward, no gradients", "bert,", "sdpa, padded"),
-            find(hf, "forward, no gradients", "bert,", "nta.patch"),
-            "ms",
-        ),
-        Job(
-            "NVIDIA H200",
-            "Train nn.TransformerEncoder (4 layers) with nta.patch",
-            find("transformer_encoder_h200.md", "nn.TransformerEncoder", "A,", "training"),
-            find("transformer_encoder_h200.md", "patched", "A,", "training"),
-            "ms",
-        ),
-        Job(
-            "NVIDIA H200",
-            "Train with VarlenMultiheadAttention, not nn.MultiheadAttention",
-            find("backends_h200.md", "nn.MultiheadAttention, padded", training, after=layer),
-            find("backends_h200.md", "VarlenMultiheadAttention, NestedTensor", training, after=layer),
-            "ms",
-        ),
-        Job(
-            "CPU, 2 cores",
-            "Train a Llama with TRL's SFTTrainer and nta.patch",
-            round(1000 / find("trainers_cpu.md", "padded steps/s", "sft")),
-            round(1000 / find("trainers_cpu.md", "patched steps/s", "sft")),
-            "ms",
-        ),
-        Job(
-            "CPU, 2 cores",
-            "Embed with sentence-transformers (all-MiniLM) and nta.patch",
-            find("embedding_cpu.md", "padded, s", "encode"),
-            find("embedding_cpu.md", "patched, s", "encode"),
-            "s",
-        ),
-    ]
+PICTURES = ROOT / "docs" / "pictures"
+BLUE, ORANGE, INK = "#3f83d1", "#d88228", "#76808b"
 
 
 def blank(width: float, height: float) -> tuple[Figure, Axes]:
@@ -136,28 +40,6 @@ def blank(width: float, height: float) -> tuple[Figure, Axes]:
     axes.set(xlim=(0, 100), ylim=(100 * height / width, 0))
     axes.axis("off")
     return figure, axes
-
-
-def padded_and_packed(data: list[dict[str, Any]]) -> Figure:
-    figure, axes = blank(5.4, 5.05)
-    left, full, y, machine = 0.5, 69.0, 2.5, ""
-    for job in (Job(**each) for each in data):
-        if job.machine != machine:
-            y, machine = y + (3.0 if machine else 0.0), job.machine
-            axes.text(left, y, machine, fontsize=12, fontweight="bold", color=INK, va="center")
-            y += 4.6
-        axes.text(left, y, job.name, fontsize=10.5, color=INK, va="center")
-        for top, value, color in ((y + 2.2, job.padded, GREY), (y + 5.6, job.packed, BLUE)):
-            length = full * value / job.padded
-            axes.add_patch(Rectangle((left, top), length, 2.9, color=color, lw=0))
-            digits = 0 if value >= 100 else 1 if value >= 10 else 2
-            text, weight = f"padded: {value:.{digits}f} {job.unit}", "normal"
-            if color == BLUE:
-                text = f"packed: {value:.{digits}f} {job.unit}, {job.padded / job.packed:.1f} × as fast"
-                weight = "bold"
-            axes.text(left + length + 1, top + 1.5, text, fontsize=10, color=INK, va="center", fontweight=weight)
-        y += 12.6
-    return figure
 
 
 def flow_data() -> dict[str, list[str]]:
@@ -254,7 +136,6 @@ def token_tiled(data: list[dict[str, Any]]) -> Figure:
 
 # A picture's name → what it shows, which JSON can hold, and the function that draws this.
 DRAWINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
-    "padded_and_packed": (lambda: [asdict(job) for job in jobs()], padded_and_packed),
     "data_flow": (flow_data, data_flow),
     "token_tiled": (tiles_data, token_tiled),
 }

@@ -1,4 +1,4 @@
-"""The pictures in docs/pictures show what the tables in benchmarks/results and the plan of token_tiled say now."""
+"""The pictures in docs/pictures show what the plan of token_tiled says now."""
 
 import json
 import runpy
@@ -24,9 +24,3 @@ def test_picture_is_up_to_date(name):
 
 def test_every_picture_has_a_drawing():
     assert {path.stem for path in (ROOT / "docs" / "pictures").iterdir()} == set(DRAW["DRAWINGS"])
-
-
-def test_figures_are_read_from_the_tables():
-    assert DRAW["find"]("hugging_face_h200.md", "forward + backward", "llama,", "nta.patch") == 139.72
-    with pytest.raises(ValueError, match="no row that begins with"):
-        DRAW["find"]("hugging_face_h200.md", "forward + backward", "no such model")
