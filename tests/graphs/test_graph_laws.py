@@ -701,6 +701,17 @@ def test_a_call_that_is_no_graph_is_counted(name, monkeypatch):
     assert pair.graphs.calls.total() == (4 if row.text == AFTER else 2)  # a checkpoint has two forwards
 
 
+@law("bart", modes=["training"])
+def test_layers_that_are_left_out_at_a_rate_of_0(pair):
+    """Some versions of transformers draw a number for each of them, and do not use it."""
+    inputs, state = pair.draw([5, 2, 9]), torch.get_rng_state()
+    pair.solve(pair.other, inputs)
+    for model in pair.both if torch.equal(state, torch.get_rng_state()) else ():
+        for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
+            before(lambda linear, x: torch.rand(()))(model, layer.fc1)
+    pair.check(inputs)
+
+
 @law("bert", modes=("inference", "training"))
 def test_a_refused_capture_leaves_the_module_as_it_was(pair):
     """Attributes, lists in them and statistics."""

@@ -58,8 +58,11 @@ def tokens(lengths, side="right", labels=False, embeds=False, at_padding=tiny.PA
 
 
 def sides(lengths, kind="ids"):
-    """A source, and a target with other lengths. `kind`: as "ids", "embeds", or "labels", some of which are ignored."""
-    target, source = tokens([n % 5 + 1 for n in lengths], embeds=kind == "embeds"), tokens(lengths)
+    """A source and a target, of which one or the other is longer.
+
+    `kind`: as "ids", "embeds", or "labels", some of which are ignored.
+    """
+    target, source = tokens([3 * n % 20 + 1 for n in lengths], embeds=kind == "embeds"), tokens(lengths)
     if kind == "labels":
         labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)
         labels[-1, 0] = -100
@@ -347,10 +350,10 @@ ENTRIES = {
         batches=FEW,
     ),
     "t5": of_t5(),
-    "t5, target": of_t5("ids", name="Model"),
+    "t5, target": of_t5("ids", name="Model", batches=FEW),
     "t5, embeddings": of_t5("embeds", name="Model", leaf="decoder_inputs_embeds", batches=FEW),
     "t5, tuple": of_t5(call=run_as_tuple, first=1, batches=FEW),
-    "bart": of_bart(),
+    "bart": of_bart(batches=FEW),
     "bart, target": of_bart("ids", batches=FEW),
 }  # fmt: skip
 TYPES = ("gpt2", "llama", "modernbert", "roberta", "esm", "gemma2", "albert", "mistral", "qwen3", "bert")

@@ -97,7 +97,7 @@ class _TwoSidedCall(ModelCall):
 
         The target's tokens are those of its mask or, without a mask, all up to the last label that is not ignored.
         """
-        arguments, (source_mask, target_mask) = self.arguments, self.masks
+        arguments, (source_mask, target_mask) = self.arguments, self.side_masks
         encoded = arguments.get("encoder_outputs")
         states = None if encoded is None else encoded if isinstance(encoded, Tensor) else encoded[0]
         source: Any = arguments.get("input_ids", arguments.get("inputs_embeds", states))
@@ -117,7 +117,7 @@ class _TwoSidedCall(ModelCall):
         return None if labels is None or labels.shape != _target_of(self.arguments).shape[:2] else labels
 
     @functools.cached_property
-    def masks(self) -> tuple[Tensor | None, ...]:
+    def side_masks(self) -> tuple[Tensor | None, ...]:
         mask, labels = self.arguments.get("decoder_attention_mask"), self._labels
         if mask is None and labels is not None:
             mask = (labels != _IGNORED).flip(1).cumsum(1).flip(1) > 0
@@ -136,7 +136,7 @@ class _TwoSidedCall(ModelCall):
     def side_of(self, name: str) -> int:
         return 0 if name in (*_SOURCE, *OF_SOURCE, "attention_mask") else 1
 
-    def join(self, sides: Iterable[Any]) -> _Sides:
+    def join(self, sides: Iterable[Any]) -> Any:
         return _Sides(*sides)
 
     def packed(self, packings: Iterable[Packing], arguments: dict[str, Any]) -> PackedSides:

@@ -150,14 +150,14 @@ def run_as_graph(
     check(_reasons(call, arguments))
     inputs = {name: x for name, x in sorted(arguments.items()) if isinstance(x, Tensor) and name != _NUMBER}
     options = {name: x for name, x in arguments.items() if name not in inputs and name != _NUMBER}
-    tokens = [_tokens_of(arguments, side) for side in range(len(call.masks))]
+    tokens = [_tokens_of(arguments, side) for side in range(len(call.side_masks))]
     device = tokens[0].device
     # a graph has a mask in each call
     inputs |= {
         name: torch.ones(x.shape[:2], dtype=torch.bool, device=device) if mask is None else mask
-        for name, mask, x in zip(_MASKS, call.masks, tokens, strict=False)
+        for name, mask, x in zip(_MASKS, call.side_masks, tokens, strict=False)
     }
-    masks = [_read_mask(call, mask, x) for mask, x in zip(call.masks, tokens, strict=True)]
+    masks = [_read_mask(call, mask, x) for mask, x in zip(call.side_masks, tokens, strict=True)]
     if not all(mask.of_graph.tokens for mask in masks):
         raise NotCapturedError("the batch has no tokens")
     if all(mask.is_token.all() for mask in masks) and returns_cache():
@@ -210,7 +210,7 @@ def _reasons(call: Any, arguments: dict[str, Any]) -> Reasons:
     yield call.entry.plan.convolutions, "its convolutions along the row are not supported there"
     unknown = arguments.keys() - _TENSORS - _OTHERS - {_NUMBER}
     yield unknown, f"a graph can't take {', '.join(sorted(unknown))}"
-    tokens = [_tokens_of(arguments, side) for side in range(len(call.masks))]
+    tokens = [_tokens_of(arguments, side) for side in range(len(call.side_masks))]
     yield not all(isinstance(x, Tensor) for x in tokens), "it has no input_ids and no inputs_embeds"
     yield from reasons_of_call(call.model, tokens[0], call.entry.handle.graphs.training)
     dims = [2 if ids in arguments else 3 for ids, _ in _TOKENS[: len(tokens)]]

@@ -100,7 +100,7 @@ class ModelCall:
         return (self.packing,)
 
     @property
-    def masks(self) -> tuple[Tensor | None, ...]:
+    def side_masks(self) -> tuple[Tensor | None, ...]:
         """The mask (B, L) of the batch, or None: of both sides, in an encoder-decoder."""
         return (self.arguments.get("attention_mask"),)
 
