@@ -157,7 +157,7 @@ def run_as_graph(
         name: torch.ones(x.shape[:2], dtype=torch.bool, device=device) if mask is None else mask
         for name, mask, x in zip(_MASKS, call.side_masks, tokens, strict=False)
     }
-    masks = [_read_mask(call, mask, x) for mask, x in zip(call.side_masks, tokens, strict=True)]
+    masks = [_read_mask(call, side, x) for side, x in enumerate(tokens)]
     if not all(mask.of_graph.tokens for mask in masks):
         raise NotCapturedError("the batch has no tokens")
     if all(mask.is_token.all() for mask in masks) and returns_cache():
@@ -192,11 +192,12 @@ def _tokens_of(arguments: dict[str, Any], side: int) -> Any:
     return arguments.get(ids, arguments.get(embeds))
 
 
-def _read_mask(call: Any, mask: Tensor | None, tokens: Tensor) -> HostMask:
-    """The mask (B, L) of these tokens, on the host. Syncs with the device once if there is a mask."""
-    if mask is None:
+def _read_mask(call: Any, side: int, tokens: Tensor) -> HostMask:
+    """The mask (B, L) of a side, which has these tokens, on the host. Syncs with the device once if there is one."""
+    if (mask := call.side_masks[side]) is None:
         return HostMask(np.ones(tokens.shape[:2], np.bool_))
-    uncounted = uncounted_labels(call.arguments, mask, call.entry.head)
+    has_labels = call.side_of("labels") == side
+    uncounted = uncounted_labels(call.arguments, mask, call.entry.head) if has_labels else None
     is_token, *others = read_bits([mask != 0] if uncounted is None else [mask != 0, uncounted])
     begins = is_token[:, 1:] & ~is_token[:, :-1]
     if (np.count_nonzero(begins, axis=1) + is_token[:, :1].any(1)).max(initial=0) > 1:
