@@ -248,20 +248,34 @@ def capture(work: Work, slot: Slot, state: ModuleState | None) -> Captured:
 def _try(module: nn.Module, run: Callable[[], None]) -> None:
     """Run some work twice. Raises a NotCapturedError if a replay would not do the same."""
     run()  # compiles what can't be compiled in a mode, and may set attributes
-    before, drawn, watch = Snapshot(module), _host_random_state(), _Watch()
+    before, random_state, watch = Snapshot(module), _host_random_state(), _Watch()
     with watch:
         run()
     if not before.is_current:  # replays do not run Python code
         raise ChangesItselfError("its forward changes attributes or buffers of a module")
-    if drawn != _host_random_state():
+    if _host_random_state() not in (random_state, _after_unused_numbers(module, random_state)):
         raise NotCapturedError("its forward draws random numbers on the host")
     if watch.has_left_tensors():
         raise NotCapturedError("its forward keeps tensors that it computes, such as losses in a list")
 
 
-def _host_random_state() -> bytes:
-    """The states of the random number generators of Python, NumPy and PyTorch on the host."""
-    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
+def _host_random_state() -> tuple[bytes, bytes]:
+    """The states of the random number generators of Python and NumPy, and of PyTorch, on the host."""
+    return pickle.dumps((random.getstate(), np.random.get_state())), torch.get_rng_state().numpy().tobytes()
+
+
+def _after_unused_numbers(module: nn.Module, state: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    """The state after a number was drawn for each layer that is left out at a rate of 0.
+
+    BART and its like do that in some versions of transformers. The numbers have no effect.
+    """
+    others, of_torch = state
+    layers = [getattr(x, "layers", ()) for x in module.modules() if x.training and vars(x).get("layerdrop") == 0]
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
+        for _ in range(sum(map(len, layers))):
+            torch.rand(())
+        return others, torch.get_rng_state().numpy().tobytes()
 
 
 class _Watch(TorchDispatchMode):

@@ -57,6 +57,20 @@ def tokens(lengths, side="right", labels=False, embeds=False, at_padding=tiny.PA
     return batch | ({"labels": ids % 3} if labels else {})
 
 
+def sides(lengths, kind="ids"):
+    """A source and a target, of which one or the other is longer.
+
+    `kind`: as "ids", "embeds", or "labels", some of which are ignored.
+    """
+    target, source = tokens([3 * n % 20 + 1 for n in lengths], embeds=kind == "embeds"), tokens(lengths)
+    if kind == "labels":
+        labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, -100)
+        labels[-1, 0] = -100
+        return source | {"labels": labels}
+    name = "inputs_embeds" if kind == "embeds" else "input_ids"
+    return source | {f"decoder_{x}": target[x] for x in (name, "attention_mask")}
+
+
 def layout_of(lengths):
     return nta.SequenceLayout.from_lengths(lengths, device=DEVICE)
 
@@ -157,6 +171,17 @@ def with_their_own_attention(kind, **more):
     return getattr(transformers, f"{kind}Model")(config).to(DEVICE)
 
 
+def encoder_decoder(kind, name="ForConditionalGeneration", **more):
+    """A T5 or a BART."""
+    sizes = {"d_model": 48, "d_kv": 8, "d_ff": 53, "num_layers": 2, "num_heads": 6, "dropout_rate": 0.0}
+    if kind == "Bart":
+        heads = {f"{side}_attention_heads": 6 for side in ("encoder", "decoder")}
+        sizes = {"d_model": 48, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0, **heads}
+    common = {"vocab_size": tiny.VOCABULARY, "pad_token_id": tiny.PAD, "decoder_start_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")(**common, **sizes, **more)
+    return getattr(transformers, kind + name)(config).to(DEVICE)
+
+
 def lora():
     config = peft.LoraConfig(target_modules=["query", "dense"], init_lora_weights=False, r=2)
     return peft.get_peft_model(model_of(), config)
@@ -226,6 +251,26 @@ def of_module(call=attend, **options):
 
 def of_stack(make, call, draw=padded, probe=lambda m: m.layers[0].linear1, **more):
     return Entry(make=make, call=call, draw=draw, probe=probe, **more)
+
+
+def of_t5(draw="labels", call=run, name="ForConditionalGeneration", **more):
+    return Entry(
+        make=partial(encoder_decoder, "T5", name),
+        draw=partial(sides, kind=draw),
+        call=call,
+        probe=lambda m: m.decoder.block[0].layer[2].DenseReluDense.wo,
+        **more,
+    )
+
+
+def of_bart(draw="labels", call=run, **more):
+    return Entry(
+        make=partial(encoder_decoder, "Bart"),
+        draw=partial(sides, kind=draw),
+        call=call,
+        probe=lambda m: m.model.decoder.layers[0].fc1,
+        **more,
+    )
 
 
 def of_llama(call=run, **more):
@@ -304,6 +349,12 @@ ENTRIES = {
         call=partial(run, use_cache=False),
         batches=FEW,
     ),
+    "t5": of_t5(),
+    "t5, target": of_t5("ids", name="Model", batches=FEW),
+    "t5, embeddings": of_t5("embeds", name="Model", leaf="decoder_inputs_embeds", batches=FEW),
+    "t5, tuple": of_t5(call=run_as_tuple, first=1, batches=FEW),
+    "bart": of_bart(batches=FEW),
+    "bart, target": of_bart("ids", batches=FEW),
 }  # fmt: skip
 TYPES = ("gpt2", "llama", "modernbert", "roberta", "esm", "gemma2", "albert", "mistral", "qwen3", "bert")
 HEADS = {
@@ -325,7 +376,7 @@ NO_GRAPHS = {  # each call needs the lengths on the host
         probe=lambda m: m.layers[0].mlp.down_proj,
     )
 }
-OWN_MASKS = ("mpnet", "deberta", "bloom")
+OWN_MASKS = ("mpnet", "deberta", "bloom", "t5", "bart")
 MAIN = ("module", "encoder", "bert")
 
 

@@ -263,7 +263,8 @@ def test_reason(name, monkeypatch, request):
 def test_every_rule_has_a_case():
     table = {rule.__name__ for rule, _ in (*rules.BEFORE_GRAPH, *rules.AFTER_GRAPH)}
     assert table <= {case.rule for case in CASES.values()}
-    of_both = {rule.__name__ for rule, _ in encoder_decoder._RULES}
+    both = encoder_decoder.EncoderDecoderCall
+    of_both = {rule.__name__ for rule, _ in (*both.before_graph, *both.after_graph)}
     assert of_both <= table | {case.rule for case in OF_TWO_SIDES.values()} | {"was_given_other_attention"}
 
 

@@ -13,36 +13,34 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from ...compiler import inline_only, outside_of_graphs
+from ...compiler import active_compiler, inline_only, outside_of_graphs
 from ...layouts.protocol import Layout
 from ...patching.forwards import Handle, is_recorded
 from .. import families
 from ..plan import Head, Plan
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask
-from ..route.packed_row import PackedRow, extend_tables, running
-from .attention_code import make_cached_tensors
+from ..route.packed_row import PackedRow, running
 from .differences import LABELS
-from .inputs import arguments_of, default_position_ids, read_packing
+from .inputs import arguments_of, default_position_ids, ignore_past_end, read_packing
 from .outputs import pad_outputs
-from .packed_forward import add_rows_of_head
+from .packed_forward import ModelForward
 from .packing import Packing
-from .routes import FallsBack, ModelCall, Packed, Unpatched, longest_of, run_route
+from .routes import FallsBack, ModelCall, Packed, Unpatched, longest_of
 from .rules import (
     NO_PADDING,
     Rule,
     differs_from_padded,
     is_divided_by_context_parallel,
     needs_samples,
-    route_of,
     was_given_other_attention,
     why_arguments_not_packed,
 )
@@ -85,50 +83,6 @@ class _Sides(NamedTuple):
         return max(self.source.length, self.target.length)
 
 
-@dataclass(frozen=True, eq=False)
-class EncoderDecoderCall:
-    """The `forward` of a patched encoder-decoder: packs both sides, or falls back to the original forward.
-
-    Attributes:
-        handle: the handle of the patch. It counts calls and warns.
-        plan: how the model is packed.
-        defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
-        is_routed: whether attention runs through transformers' interface.
-        head, first_batches: as in `PackedCall`.
-    """
-
-    handle: Handle
-    plan: Plan
-    defaults: dict[str, Any]
-    is_routed: bool
-    head: Head | None = None
-    first_batches: Any = None
-
-    @inline_only
-    def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_recorded():
-            return original(*args, **kwargs)
-        arguments = arguments_of(self.defaults, args, kwargs)
-        if arguments is None or isinstance(arguments.get("decoder_attention_mask"), PackedMask):
-            return original(*args, **kwargs)  # if it is None, this raises an error
-        return run_route(self._route(_TwoSidedCall(self, model, original, args, kwargs, arguments, None)))
-
-    @outside_of_graphs
-    def _route(self, call: _TwoSidedCall) -> Unpatched | Packed:
-        if call.is_inner:
-            return Unpatched(call)
-        add_rows_of_head(call.model, call.arguments)
-        _refuse_packed_rows(call.model, call.arguments)
-        _add_target(call.model, call.arguments)
-        if (route := route_of(call, _RULES)) is None and self.handle.graphs is not None:
-            self.handle.graphs.count("it is a call of an encoder-decoder")
-        return route or PackedSides.take(call)
-
-    def keeps_apart(self, model: Any) -> bool:
-        """True: calls whose rows have several sequences were refused."""
-        return True
-
-
 class _TwoSidedCall(ModelCall):
     """A call of a patched encoder-decoder."""
 
@@ -143,22 +97,31 @@ class _TwoSidedCall(ModelCall):
 
         The target's tokens are those of its mask or, without a mask, all up to the last label that is not ignored.
         """
-        arguments = self.arguments
+        arguments, (source_mask, target_mask) = self.arguments, self.side_masks
         encoded = arguments.get("encoder_outputs")
         states = None if encoded is None else encoded if isinstance(encoded, Tensor) else encoded[0]
         source: Any = arguments.get("input_ids", arguments.get("inputs_embeds", states))
-        target: Any = arguments.get("decoder_input_ids", arguments.get("decoder_inputs_embeds"))
-        mask, labels = arguments.get("decoder_attention_mask"), arguments.get("labels")
-        if mask is None and labels is not None and labels.shape == target.shape[:2]:
-            mask = (labels != _IGNORED).flip(1).cumsum(1).flip(1) > 0
         if source is None:
             return None
-        of_target = {"input_ids": target, "attention_mask": mask}
-        if labels is not None and labels.shape == target.shape[:2]:
+        of_target = {"input_ids": _target_of(arguments), "attention_mask": target_mask}
+        if (labels := self._labels) is not None:
             of_target["labels"] = labels
-        sides = {"input_ids": source, "attention_mask": arguments.get("attention_mask")}, of_target
+        sides = {"input_ids": source, "attention_mask": source_mask}, of_target
         packings: list[Any] = [read_packing(side, always=True, head="token") for side in sides]
         return _Sides(*packings)
+
+    @property
+    def _labels(self) -> Tensor | None:
+        """The labels (B, Lt) of the target, if it has some."""
+        labels: Tensor | None = self.arguments.get("labels")
+        return None if labels is None or labels.shape != _target_of(self.arguments).shape[:2] else labels
+
+    @functools.cached_property
+    def side_masks(self) -> tuple[Tensor | None, ...]:
+        mask, labels = self.arguments.get("decoder_attention_mask"), self._labels
+        if mask is None and labels is not None:
+            mask = (labels != _IGNORED).flip(1).cumsum(1).flip(1) > 0
+        return self.arguments.get("attention_mask"), mask
 
     @property
     def length(self) -> int:
@@ -170,15 +133,14 @@ class _TwoSidedCall(ModelCall):
         """The packings of both sides."""
         return tuple(self.packing or ())
 
-    def packing_of(self, name: str) -> Any:
-        """The packing of the side that an argument or an output belongs to."""
-        return self.packing.source if name in (*_SOURCE, *OF_SOURCE, "attention_mask") else self.packing.target
+    def side_of(self, name: str) -> int:
+        return 0 if name in (*_SOURCE, *OF_SOURCE, "attention_mask") else 1
 
-    def as_packed(self) -> PackedSides:
-        """The route of the packed call, which is not counted."""
-        make_cached_tensors(self.model, self.packing.layout.device)
-        extend_tables(self.model, self.packing.length)
-        return PackedSides(self, self.packing)
+    def join(self, sides: Iterable[Any]) -> Any:
+        return _Sides(*sides)
+
+    def packed(self, packings: Iterable[Packing], arguments: dict[str, Any]) -> PackedSides:
+        return PackedSides(replace(self, arguments=arguments), self.join(packings))
 
     def tell_differences(self, padding: _Sides) -> None:
         """As in any call. Only its loss may differ."""
@@ -236,6 +198,7 @@ class PackedSides(Packed):
             "use_cache": False,
             "return_dict": True,
         }
+        ignore_past_end(inputs, target.layout)
         return PackedRow(target.layout, positions, target.length), inputs
 
 
@@ -257,6 +220,11 @@ def _refuse_packed_rows(model: Any, arguments: dict[str, Any]) -> None:
     decoder = {name.removeprefix("decoder_"): x for name, x in arguments.items() if name.startswith("decoder_")}
     if "cu_seq_lens_q" in arguments or is_packed(arguments) or is_packed(decoder):
         raise mixed_rows_error(model, "it is an encoder-decoder: pass padded batches with attention_mask")
+
+
+def _target_of(arguments: dict[str, Any]) -> Any:
+    """The ids or the embeddings of the target, or None."""
+    return arguments.get("decoder_input_ids", arguments.get("decoder_inputs_embeds"))
 
 
 def _add_target(model: Any, arguments: dict[str, Any]) -> None:
@@ -321,12 +289,51 @@ def _has_holes(call: _TwoSidedCall) -> str | None:
     return "its rows have padding between tokens" if any(x.has_holes for x in call.packing) else None
 
 
-_RULES: tuple[Rule, ...] = (
-    (is_divided_by_context_parallel, FallsBack),
-    (needs_samples, FallsBack),
-    (_has_other_arguments, FallsBack),
-    (was_given_other_attention, FallsBack),
-    (_has_no_padding, Unpatched),
-    (_has_holes, FallsBack),
-    (differs_from_padded, FallsBack),
-)
+@dataclass(frozen=True, eq=False)
+class EncoderDecoderCall(ModelForward):
+    """The `forward` of a patched encoder-decoder: packs both sides, or falls back to the original forward.
+
+    Attributes:
+        handle: the handle of the patch. It counts calls and warns.
+        plan: how the model is packed.
+        defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
+        is_routed: whether attention runs through transformers' interface.
+        head, first_batches: as in `PackedCall`.
+    """
+
+    before_graph: ClassVar[tuple[Rule, ...]] = (
+        (is_divided_by_context_parallel, FallsBack),
+        (needs_samples, FallsBack),
+        (_has_other_arguments, FallsBack),
+        (was_given_other_attention, FallsBack),
+    )
+    after_graph: ClassVar[tuple[Rule, ...]] = (
+        (_has_no_padding, Unpatched),
+        (_has_holes, FallsBack),
+        (differs_from_padded, FallsBack),
+    )
+    handle: Handle
+    plan: Plan
+    defaults: dict[str, Any]
+    is_routed: bool
+    head: Head | None = None
+    first_batches: Any = None
+
+    @inline_only
+    def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if is_recorded():
+            return original(*args, **kwargs)
+        arguments = arguments_of(self.defaults, args, kwargs)
+        if arguments is None or isinstance(arguments.get("decoder_attention_mask"), PackedMask):
+            return original(*args, **kwargs)  # if it is None, this raises an error
+        return self.run(_TwoSidedCall(self, model, original, args, kwargs, arguments, active_compiler()))
+
+    def prepare(self, call: ModelCall) -> None:
+        """Add what the arguments lack. Raises a ValueError for packed rows."""
+        super().prepare(call)
+        _refuse_packed_rows(call.model, call.arguments)
+        _add_target(call.model, call.arguments)
+
+    def keeps_apart(self, model: Any) -> bool:
+        """True: calls whose rows have several sequences were refused."""
+        return True

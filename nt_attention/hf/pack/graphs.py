@@ -1,7 +1,7 @@
 """Runs the packed call of a patched model as a CUDA graph.
 
 The graph has the whole call: it packs the padded batch, runs the model and pads the outputs. The host only reads the
-mask, to know the number of tokens.
+mask, to know the number of tokens. The batch of an encoder-decoder has two sides, the source and the target.
 
 Dimensions: B rows of a padded batch and L positions in a row, as in the bucket; N tokens of the bucket.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,9 +35,11 @@ from .attention_code import make_cached_tensors
 from .inputs import uncounted_labels
 from .packing import Packing, begin_padded, read_bits
 
-# The arguments that a graph can take.
-_TENSORS = {"input_ids", "inputs_embeds", "token_type_ids", "attention_mask", "labels", "shift_labels"}
-_OTHERS = {"output_hidden_states", "return_dict", "use_cache"}
+# The arguments that a graph can take: of each side its tokens, in one of two forms, and its mask; and others.
+_TOKENS = ("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds")
+_MASKS = "attention_mask", "decoder_attention_mask"
+_TENSORS = {*_TOKENS[0], *_TOKENS[1], *_MASKS, "token_type_ids", "labels", "shift_labels"}
+_OTHERS = {"output_hidden_states", "output_attentions", "return_dict", "use_cache"}
 _NUMBER = "num_items_in_batch"  # another number in each batch, so it is an input of the graph
 
 
@@ -47,13 +50,15 @@ class BoundedPacking(Packing):
     In `index`, further rows have the position B · L, which no padded row has.
 
     Attributes:
+        side: which side of the batch this is.
         made: the outputs that this packing made, and their form.
     """
 
+    side: int = 0
     made: list[tuple[Tensor, Form]] = field(default_factory=list)
 
     @classmethod
-    def of_mask(cls, mask: Tensor, tokens: int) -> BoundedPacking:
+    def of_mask(cls, mask: Tensor, tokens: int, side: int = 0) -> BoundedPacking:
         """The packing of a mask (B, L) with up to `tokens` tokens, which the host does not read."""
         rows, length = mask.shape
         is_token = mask.flatten() != 0
@@ -61,7 +66,7 @@ class BoundedPacking(Packing):
         index = lengths.new_full((tokens + 1,), rows * length, dtype=torch.int64)  # and one place for padding
         token = torch.where(is_token, is_token.cumsum(0) - 1, tokens).clamp_(max=tokens)
         index.scatter_(0, token, torch.arange(rows * length, device=mask.device))
-        return cls(bounded_layout(lengths, Sizes(rows, length, tokens)), index[:-1], rows, length)
+        return cls(bounded_layout(lengths, Sizes(rows, length, tokens)), index[:-1], rows, length, side=side)
 
     def pack(self, padded: Tensor) -> Tensor:
         """As in `Packing`. Further rows are copies of the first token, because ids at padding may be invalid."""
@@ -86,13 +91,15 @@ class BoundedPacking(Packing):
         return self._keep(packed, "packed")
 
     def _keep(self, x: Tensor, kind: Any) -> Tensor:
-        self.made.append((x, Form(kind)))
+        self.made.append((x, Form(kind, self.side)))
         return x
 
-    def form_of(self, output: Tensor) -> Form:
-        """The form of an output of the model."""
-        of_rows = output.dim() > 0 and output.shape[0] == self.rows
-        return next((form for x, form in self.made if x is output), Form("rows" if of_rows else "other"))
+
+def _form_of(output: Tensor, packings: list[BoundedPacking]) -> Form:
+    """The form of an output of a model that ran with these packings."""
+    of_rows = output.dim() > 0 and output.shape[0] == packings[0].rows
+    made = (form for packing in packings for x, form in packing.made if x is output)
+    return next(made, Form("rows" if of_rows else "other"))
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,12 @@ class HostMask:
         return begin_padded(self.is_token)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> tuple[int, int]:
+        return self.is_token.size, self.of_graph.tokens
+
+    @cached_property
+    def of_graph(self) -> Sizes:
+        """The sizes by which a graph is chosen."""
         rows, length = self.is_token.shape
         return Sizes(rows, length, int(np.count_nonzero(self.is_token)))
 
@@ -121,14 +133,14 @@ class HostMask:
 def run_as_graph(
     call: Any,
     returns_cache: Callable[[], bool],
-    run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
-) -> tuple[Any, HostMask]:
-    """Run a `ModelCall` as a CUDA graph, and return its result and its mask. Syncs with the device once, for the mask.
+    run: Callable[[list[BoundedPacking], dict[str, Any]], ModelOutput | tuple[Any, ...]],
+) -> tuple[Any, list[HostMask]]:
+    """Run a `ModelCall` as a CUDA graph, and return its result and the mask of each side. Syncs once for each mask.
 
     Args:
         call: the call.
         returns_cache: whether the model returns a cache for a batch without padding.
-        run: runs the call for a packing and these arguments.
+        run: runs the call for the packings of its sides and these arguments.
 
     Raises:
         NotCapturedError: the call can't run as a graph. Nothing was computed.
@@ -136,41 +148,56 @@ def run_as_graph(
     graphs, model = call.entry.handle.graphs, call.model
     arguments = {**call.arguments, "return_dict": True}
     check(_reasons(call, arguments))
-    tokens: Tensor = arguments.get("input_ids", arguments.get("inputs_embeds"))  # type: ignore[assignment]
     inputs = {name: x for name, x in sorted(arguments.items()) if isinstance(x, Tensor) and name != _NUMBER}
     options = {name: x for name, x in arguments.items() if name not in inputs and name != _NUMBER}
-    if "attention_mask" in inputs:
-        mask = inputs["attention_mask"]
-        read = _read_mask(mask, uncounted_labels(arguments, mask, call.entry.head))
-    else:  # a graph has a mask in each call
-        read = HostMask(np.ones(tokens.shape[:2], np.bool_))
-        inputs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    if not read.sizes.tokens:
+    tokens = [_tokens_of(arguments, side) for side in range(len(call.side_masks))]
+    device = tokens[0].device
+    # a graph has a mask in each call
+    inputs |= {
+        name: torch.ones(x.shape[:2], dtype=torch.bool, device=device) if mask is None else mask
+        for name, mask, x in zip(_MASKS, call.side_masks, tokens, strict=False)
+    }
+    masks = [_read_mask(call, side, x) for side, x in enumerate(tokens)]
+    if not all(mask.of_graph.tokens for mask in masks):
         raise NotCapturedError("the batch has no tokens")
-    if read.is_token.all() and returns_cache():
+    if all(mask.is_token.all() for mask in masks) and returns_cache():
         raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
-    forms = dict.fromkeys(inputs, Form("padded"))
+    forms = {name: Form("padded", call.side_of(name)) for name in inputs}
     if (number := arguments.get(_NUMBER)) is not None:
-        inputs[_NUMBER] = torch.as_tensor(number, device=tokens.device).detach()
+        inputs[_NUMBER] = torch.as_tensor(number, device=device).detach()
         forms[_NUMBER] = Form("other")
 
     def function(static: dict[str, Tensor], bucket: Bucket) -> Computed:
-        extend_tables(model, bucket[0].longest)
-        make_cached_tensors(model, tokens.device)
-        packing = BoundedPacking.of_mask(static["attention_mask"], bucket[0].tokens)
+        extend_tables(model, max(its.longest for its in bucket))
+        make_cached_tensors(model, device)
+        packings = [
+            BoundedPacking.of_mask(static[name], its.tokens, side)
+            for side, (name, its) in enumerate(zip(_MASKS, bucket, strict=False))
+        ]
         with without_lengths():
-            out = run(packing, {**options, **static})
-        return Computed(out, [packing.form_of(x) for x in tensors_of(out)], packing.layout)
+            out = run(packings, {**options, **static})
+        return Computed(out, [_form_of(x, packings) for x in tensors_of(out)], [x.layout for x in packings])
 
     config: Any = model.config
     of_config = config.return_dict, repr(config.output_hidden_states), attention_of(config)
     key = call.compiler is not None, *of_config, *selection_key("auto"), repr(sorted(options.items()))
-    work = Work(module=model, options=key, sizes=(read.sizes,), inputs=inputs, forms=forms, function=function)
-    return graphs.run(work), read
+    sizes = tuple([mask.of_graph for mask in masks])
+    work = Work(module=model, options=key, sizes=sizes, inputs=inputs, forms=forms, function=function)
+    return graphs.run(work), masks
 
 
-def _read_mask(mask: Tensor, uncounted: Tensor | None) -> HostMask:
-    """A mask (B, L) on the host. Syncs with the device once."""
+def _tokens_of(arguments: dict[str, Any], side: int) -> Any:
+    """The ids (B, L) or embeddings (B, L, E) of a side, or None."""
+    ids, embeds = _TOKENS[side]
+    return arguments.get(ids, arguments.get(embeds))
+
+
+def _read_mask(call: Any, side: int, tokens: Tensor) -> HostMask:
+    """The mask (B, L) of a side, which has these tokens, on the host. Syncs with the device once if there is one."""
+    if (mask := call.side_masks[side]) is None:
+        return HostMask(np.ones(tokens.shape[:2], np.bool_))
+    has_labels = call.side_of("labels") == side
+    uncounted = uncounted_labels(call.arguments, mask, call.entry.head) if has_labels else None
     is_token, *others = read_bits([mask != 0] if uncounted is None else [mask != 0, uncounted])
     begins = is_token[:, 1:] & ~is_token[:, :-1]
     if (np.count_nonzero(begins, axis=1) + is_token[:, :1].any(1)).max(initial=0) > 1:
@@ -182,19 +209,20 @@ def _reasons(call: Any, arguments: dict[str, Any]) -> Reasons:
     """Why a call can't run as a graph, for reasons that depend on no values."""
     yield call.entry.plan.padded, "modules that run padded need the lengths on the host"
     yield call.entry.plan.convolutions, "its convolutions along the row are not supported there"
-    tokens: Any = arguments.get("input_ids", arguments.get("inputs_embeds"))
-    yield not isinstance(tokens, Tensor), "it has no input_ids and no inputs_embeds"
-    yield from reasons_of_call(call.model, tokens, call.entry.handle.graphs.training)
     unknown = arguments.keys() - _TENSORS - _OTHERS - {_NUMBER}
     yield unknown, f"a graph can't take {', '.join(sorted(unknown))}"
-    of_ids = "input_ids" in arguments
-    yield tokens.dim() != (2 if of_ids else 3), "its inputs have another number of dimensions"
+    tokens = [_tokens_of(arguments, side) for side in range(len(call.side_masks))]
+    yield not all(isinstance(x, Tensor) for x in tokens), "it has no input_ids and no inputs_embeds"
+    yield from reasons_of_call(call.model, tokens[0], call.entry.handle.graphs.training)
+    dims = [2 if ids in arguments else 3 for ids, _ in _TOKENS[: len(tokens)]]
+    yield [x.dim() for x in tokens] != dims, "its inputs have another number of dimensions"
     number = arguments.get(_NUMBER, 0)
     is_number = isinstance(number, int | float) or (isinstance(number, Tensor) and number.numel() == 1)
     yield not is_number, f"{_NUMBER} is no number"
-    tensors = [arguments[name] for name in _TENSORS & arguments.keys()]
-    differ = any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in tensors)
+    tensors = [(arguments[name], tokens[call.side_of(name)]) for name in _TENSORS & arguments.keys()]
+    differ = any(x.shape[:2] != its.shape[:2] or x.device != tokens[0].device for x, its in tensors)
+    differ |= len({len(x) for x in tokens}) > 1
     yield differ, "its inputs differ in their device or in their first two dimensions"
-    forward = vars(base := families.base_model(call.model)).get("forward")
-    is_ours = isinstance(forward, PatchedForward) and forward.module is base
-    yield not is_ours, "its forward was replaced"
+    entries = [(x, vars(x).get("forward")) for x in {families.base_model(call.model), *call.inner}]
+    are_ours = all(isinstance(forward, PatchedForward) and forward.module is x for x, forward in entries)
+    yield not are_ours, "its forward was replaced"

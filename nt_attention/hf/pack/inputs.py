@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compiler import inline_only
+from ...layouts.protocol import Layout
 from ...layouts.sequence import SequenceLayout
 from .. import families
 from ..plan import Head, Plan
@@ -79,6 +80,13 @@ def uncounted_labels(arguments: dict[str, Any], mask: Tensor | None, head: Head 
         has_label[:, :1] = False  # nothing predicts it
         counted[:, 1:] &= counted[:, :-1].clone()
     return has_label & ~counted
+
+
+def ignore_past_end(arguments: dict[str, Any], layout: Layout) -> None:
+    """Let rows past the last token, which layouts with bounds have, have no labels. Changes `arguments`."""
+    if not layout.knows_lengths:
+        for key in {"labels", "shift_labels"} & arguments.keys():
+            arguments[key] = layout.fill_past_end(arguments[key].squeeze(0), -100).unsqueeze(0)
 
 
 def has_axes(position_ids: Tensor, mask: Tensor | None) -> bool:

@@ -5,7 +5,7 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +101,13 @@ def pad_outputs(
 
 
 @outside_of_graphs
-def pad_later(out: ModelOutput, padding: Padding) -> None:
-    """Let outputs (1, T, …) that a CUDA graph has computed beside a loss be padded when they are read."""
+def pad_later(out: ModelOutput, padding_of: Callable[[str], Padding]) -> None:
+    """Let outputs (1, T, …) that a CUDA graph has computed beside a loss be padded when they are read.
+
+    `padding_of`: the name of an output → the rows of its side.
+    """
     for name in [name for name in out if name not in families.OTHER_OUTPUTS]:
-        _pad_tokens(out, name, padding, later=True)
+        _pad_tokens(out, name, padding_of(name), later=True)
 
 
 def _pad_tokens(out: ModelOutput, name: str, padding: Padding, later: bool) -> None:

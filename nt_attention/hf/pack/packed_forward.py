@@ -24,7 +24,7 @@ from ..route.packed_row import current_row, is_compared, rows_of_head, runs_pack
 from ..transformers_private import attention_of
 from .inputs import arguments_of
 from .routes import AsGraph, ModelCall, Packed, SmallBatch, Unpatched, passing_rows, run_route
-from .rules import AFTER_GRAPH, BEFORE_GRAPH, route_of
+from .rules import AFTER_GRAPH, BEFORE_GRAPH, Rule, route_of
 from .shared_prefixes import IS_COMPILED, run_shared
 from .small_batches import Size, is_measured, may_run_padded
 
@@ -84,8 +84,75 @@ def add_rows_of_head(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             arguments[name] = rows[name]
 
 
+class ModelForward:
+    """Runs the calls of a patched `forward`: as a CUDA graph, packed, or as its rules say.
+
+    Attributes:
+        before_graph, after_graph: its rules, as `BEFORE_GRAPH` and `AFTER_GRAPH`.
+        handle, first_batches: as in `PackedCall`.
+    """
+
+    before_graph: ClassVar[tuple[Rule, ...]] = BEFORE_GRAPH
+    after_graph: ClassVar[tuple[Rule, ...]] = AFTER_GRAPH
+    handle: Handle
+    first_batches: Any
+
+    def prepare(self, call: ModelCall) -> None:
+        """Add what the arguments lack."""
+        add_rows_of_head(call.model, call.arguments)
+
+    @inline_only
+    def run(self, call: ModelCall) -> Any:
+        """Run a call."""
+        route = self._first_route(call)
+        if isinstance(route, AsGraph):
+            try:
+                return route.run()
+            except NotCapturedError as error:
+                call.begin = error.begin
+                route = self._packed_route(call)
+        if call.span is None:
+            return run_route(route)
+        out = run_route(route)
+        self._end(call)
+        return out
+
+    # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
+    @outside_of_graphs
+    def _first_route(self, call: ModelCall) -> Unpatched | Packed | AsGraph:
+        if call.is_inner:
+            return Unpatched(call)
+        self.prepare(call)
+        if (route := route_of(call, self.before_graph)) is not None:
+            return route
+        may_be_graph = self.handle.graphs is not None and call.compiler is not TRACING and not is_compared()
+        may_be_graph = may_be_graph and not is_part_of_a_graph()
+        if may_be_graph and (self.first_batches is None or self.first_batches.is_settled(call)):
+            return AsGraph(call)
+        return self._packed_route(call)
+
+    @outside_of_graphs
+    def _packed_route(self, call: ModelCall) -> Unpatched | Packed:
+        route = route_of(call, self.after_graph) or Packed.take(call)
+        if call.compiler is not TRACING and not is_part_of_a_graph():
+            tokens = call.arguments.get("inputs_embeds", call.arguments.get("input_ids"))
+            packs = isinstance(route, Packed | SmallBatch)
+            if call.begin is not None and (packs or type(route) is Unpatched):  # without padding
+                call.span = call.begin()
+            elif packs and self.handle.graphs is None and tokens is not None and not is_compared():
+                call.span = self.handle.counts.waits.begin(tokens.device)
+        return route
+
+    @outside_of_graphs
+    def _end(self, call: ModelCall) -> None:
+        """The call was timed, and its kernels are launched."""
+        call.span.end()
+        if self.handle.graphs is None:
+            self.handle.advise()
+
+
 @dataclass(frozen=True, eq=False)
-class PackedCall:
+class PackedCall(ModelForward):
     """The `forward` of a patched model: runs a padded batch as one packed row, or falls back to the original forward.
 
     Attributes:
@@ -142,57 +209,12 @@ class PackedCall:
         mask = arguments.get("attention_mask")
         if isinstance(mask, PackedMask) or is_bypass_mask(mask) or (mask is None and self._is_packed_by_head(model)):
             return self.run_row(model, original, arguments)
-        call = ModelCall(self, model, original, args, kwargs, arguments, active_compiler())
-        route = self._first_route(call)
-        if isinstance(route, AsGraph):
-            try:
-                return route.run()
-            except NotCapturedError as error:
-                call.begin = error.begin
-                route = self._packed_route(call)
-        if call.span is None:
-            return run_route(route)
-        out = run_route(route)
-        self._end(call)
-        return out
+        return self.run(ModelCall(self, model, original, args, kwargs, arguments, active_compiler()))
 
     @inline_only
     def _is_packed_by_head(self, model: PreTrainedModel) -> bool:
         """Whether the head has packed the batch, though it passes no mask to its base model."""
         return self.is_base and self.needs_row and runs_packed(model)
-
-    # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
-    @outside_of_graphs
-    def _first_route(self, call: ModelCall) -> Unpatched | Packed | AsGraph:
-        if call.is_inner:
-            return Unpatched(call)
-        add_rows_of_head(call.model, call.arguments)
-        if (route := route_of(call, BEFORE_GRAPH)) is not None:
-            return route
-        may_be_graph = self.handle.graphs is not None and call.compiler is not TRACING and not is_compared()
-        may_be_graph = may_be_graph and not is_part_of_a_graph()
-        if may_be_graph and (self.first_batches is None or self.first_batches.is_settled(call)):
-            return AsGraph(call)
-        return self._packed_route(call)
-
-    @outside_of_graphs
-    def _packed_route(self, call: ModelCall) -> Unpatched | Packed:
-        route = route_of(call, AFTER_GRAPH) or Packed.take(call)
-        if call.compiler is not TRACING and not is_part_of_a_graph():
-            tokens = call.arguments.get("inputs_embeds", call.arguments.get("input_ids"))
-            packs = isinstance(route, Packed | SmallBatch)
-            if call.begin is not None and (packs or type(route) is Unpatched):  # without padding
-                call.span = call.begin()
-            elif packs and self.handle.graphs is None and tokens is not None and not is_compared():
-                call.span = self.handle.counts.waits.begin(tokens.device)
-        return route
-
-    @outside_of_graphs
-    def _end(self, call: ModelCall) -> None:
-        """The call was timed, and its kernels are launched."""
-        call.span.end()
-        if self.handle.graphs is None:
-            self.handle.advise()
 
     def is_small(self, call: ModelCall) -> bool:
         """Whether a batch is too small to gain from packing. This is decided from shapes."""

@@ -28,7 +28,7 @@ from ..route.packed_row import PackedRow, SmallCall, extend_tables, is_unpatched
 from .attention_code import make_cached_tensors
 from .differences import tell_differences
 from .graphs import BoundedPacking, run_as_graph
-from .inputs import default_position_ids, read_packing, tokens_to_keep
+from .inputs import default_position_ids, ignore_past_end, read_packing, tokens_to_keep
 from .outputs import PaddedPacking, UnknownOutputError, pad_later, pad_outputs
 from .packing import Packing
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch
@@ -99,9 +99,27 @@ class ModelCall:
         """The packing of the batch: of both sides, in an encoder-decoder."""
         return (self.packing,)
 
+    @property
+    def side_masks(self) -> tuple[Tensor | None, ...]:
+        """The mask (B, L) of the batch, or None: of both sides, in an encoder-decoder."""
+        return (self.arguments.get("attention_mask"),)
+
+    def side_of(self, name: str) -> int:
+        """Which side of the batch an argument or an output belongs to."""
+        return 0
+
     def packing_of(self, name: str) -> Any:
         """The packing that an argument or an output belongs to."""
-        return self.packing
+        return self.packings[self.side_of(name)]
+
+    def join(self, sides: Iterable[Any]) -> Any:
+        """A packing for all sides, of that of each side."""
+        (side,) = sides
+        return side
+
+    def packed(self, packings: Iterable[Packing], arguments: dict[str, Any]) -> Packed:
+        """The route of the packed call with these arguments, which is not counted."""
+        return Packed(replace(self, arguments=arguments), self.join(packings))
 
     def as_packed(self) -> Packed:
         """The route of the packed call, which is not counted."""
@@ -109,7 +127,8 @@ class ModelCall:
         # No graph can do these, and layers may be compiled.
         make_cached_tensors(self.model, packing.layout.device)
         extend_tables(self.model, packing.length)
-        return Packed(self, packing) if self.entry.handle.mesh is None else PackedOnMesh(self, self.sharded)
+        on_mesh = self.entry.handle.mesh is not None
+        return PackedOnMesh(self, self.sharded) if on_mesh else self.packed(self.packings, self.arguments)
 
     @functools.cached_property
     def sharded(self) -> ShardedPacking:
@@ -338,17 +357,19 @@ class AsGraph:
         call, graphs = self.call, self.call.entry.handle.graphs
         assert graphs is not None
         with graphs.counting():
-            out, read = run_as_graph(call, self._returns_cache, self._run_packed)
+            out, masks = run_as_graph(call, self._returns_cache, self._run_packed)
+        read = call.join(masks)
         call.tell_differences(read)
-        call.entry.handle.count(None, read.is_token.size, read.sizes.tokens)
+        call.entry.handle.count(None, *read.sizes)
         if out.get("loss") is not None:
-            pad_later(out, read.packing(out["loss"].device))
+            packings = [mask.packing(out["loss"].device) for mask in masks]
+            pad_later(out, lambda name: packings[call.side_of(name)])
         as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
         return out if as_dict else out.to_tuple()
 
-    def _run_packed(self, packing: BoundedPacking, arguments: dict[str, Any]) -> Any:
+    def _run_packed(self, packings: list[BoundedPacking], arguments: dict[str, Any]) -> Any:
         try:
-            return compiled_by(self.call.compiler, Packed(replace(self.call, arguments=arguments), packing).run)
+            return compiled_by(self.call.compiler, self.call.packed(packings, arguments).run)
         except UnknownOutputError as error:
             raise NotCapturedError(str(error)) from error
 
@@ -391,9 +412,7 @@ def _pack_inputs(entry: Any, base: Any, packing: Packing, arguments: dict[str, A
     if entry.head == "next token" and "labels" in arguments:  # the first token is not predicted
         ignored = arguments.get("ignore_index", -100)
         arguments["labels"] = arguments["labels"].masked_fill(layout.position_ids == 0, ignored)
-    if not layout.knows_lengths:  # rows past the last token have no labels
-        for key in {"labels", "shift_labels"} & arguments.keys():
-            arguments[key] = layout.fill_past_end(arguments[key].squeeze(0), -100).unsqueeze(0)
+    ignore_past_end(arguments, layout)
     arguments |= {"use_cache": False, "return_dict": True}
     if plan.mask is not None:
         mask = PackedMask.of(layout, form=plan.mask, is_causal=plan.is_causal, packing=packing)
