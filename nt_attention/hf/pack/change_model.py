@@ -68,7 +68,9 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
         name = register(over or ("sdpa" if before != "eager" and supports_sdpa(model) else "eager"))
         with name_for_patch():
             model.set_attn_implementation(name)
-        for config in _configs_of_layers(model, configs):
+        # transformers 5.17 leaves out parts whose config is a copy, such as the encoder of T5
+        of_parts = [config for config in configs if type(config) is type(model.config)]
+        for config in of_parts + _configs_of_layers(model, configs):
             if attention_of(config) in (before, over, over and NAME_OVER[over]):
                 kept.append((config, {ATTENTION: over or attention_of(config)}))
                 vars(config)[ATTENTION] = name
