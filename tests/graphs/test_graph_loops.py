@@ -17,6 +17,7 @@ import torch
 from cuda_graphs import DEVICE, GPU
 from graph_entries import (
     BATCHES,
+    ENTRIES,
     HEADS,
     OF_AUTO,
     Pair,
@@ -183,14 +184,13 @@ class TestCompiled:
 
     CASES = (
         ("bert, BertModel", "model", "inference"),
-        ("llama, LlamaModel", "in place", "inference"),
+        ("llama, LlamaForCausalLM", "in place", "training"),
         ("modernbert, ModernBertModel", "layers", "inference"),
-        ("llama, LlamaForCausalLM", "model", "training"),
         ("bert, BertForMaskedLM", "model", "training"),
     )
 
     @pytest.mark.fresh_process
-    @pytest.mark.parametrize(("name", "kind", "mode"), sweep_except(CASES, CASES[1], CASES[3]))
+    @pytest.mark.parametrize(("name", "kind", "mode"), sweep_except(CASES, CASES[1]))
     def test_batches_of_other_lengths(self, name, kind, mode):
         entry, layers = HEADS[name], 1 if mode == "training" else 2
         make = entry.make
@@ -204,7 +204,7 @@ class TestCompiled:
             called = torch.compile(called, backend=backend, dynamic=True)
         else:
             called.compile(backend=backend, dynamic=True)
-        for lengths in (*BATCHES, [40, 2], [70, 60, 4]):
+        for lengths in ([5, 2, 9], [3, 3, 3, 3, 3], [16, 17], [70, 60, 4], [5, 2, 9]):
             inputs = pair.draw([max(2, length) for length in lengths])  # one token has no next one
             inputs = inputs if pair.grad else {**inputs, "use_cache": False}
             pair.model.zero_grad()
@@ -212,13 +212,14 @@ class TestCompiled:
             if pair.grad:
                 loss_of(out).backward()
             assert_close((as_dict(out), None, gradients(pair.model)), pair.solve(pair.other, inputs))
-        assert pair.graphs.calls == {None: 8}
+        assert pair.graphs.calls == {None: 5}
         assert 1 <= backend.graphs <= 6  # ModernBERT has three kinds of layers
         assert backend.captured >= 3 * pair.graphs.captured
 
     def test_a_graph_is_captured_once(self):
         """Whatever compiles the model may be another object in each call."""
-        pair = Pair("bert", "inference")
+        entry = dataclasses.replace(ENTRIES["bert"], make=lambda: model_of(num_hidden_layers=1))
+        pair = Pair(entry, "inference")
         inputs = pair.draw([5, 2, 9])
 
         def compiled():
