@@ -35,7 +35,6 @@ from graphs import with_layers
 from sweeps import sweep_except
 from token_tiled_cases import IGNORED_WARNINGS
 from torch._dynamo.backends.debugging import aot_eager
-from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
 
 import nt_attention as nta
@@ -43,6 +42,9 @@ from nt_attention.graphs import capture
 from nt_attention.graphs.policy import DEVICE_BOUND, OFTEN, SELDOM, TIMED, WARM_UP, HostWaits
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs", "uncompared")]
+
+if GPU:
+    from torch._inductor.compile_fx import compile_fx  # takes seconds
 
 STEPS = 2 * OFTEN + 4 if GPU else OFTEN + 2
 

@@ -55,15 +55,6 @@ def test_positions_of_padding_show_no_packed_rows(model, side, filled):
         assert torch.equal(got, want)
 
 
-def test_right_padded_prompts_generate_as_before(model):
-    mask = torch.arange(7) < torch.tensor([[4], [7], [2]])
-    call = {"input_ids": torch.randint(5, 97, (3, 7)), "attention_mask": mask.long()}
-    ask = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    want = model.generate(**call, **ask)
-    with nta.patch(model):
-        assert torch.equal(model.generate(**call, **ask), want)
-
-
 def test_constant_positions_beside_a_mask(model):
     mask = torch.arange(11) < torch.tensor([[11], [4]])
     call = {"input_ids": torch.randint(5, 97, (2, 11)), "attention_mask": mask.long()}
