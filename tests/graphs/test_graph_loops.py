@@ -115,17 +115,13 @@ class Loop:
 
 LOOPS = {
     "pairs": Loop(),
-    "triplets": Loop(columns=3),
     "many negatives": Loop(columns=5),  # one call more than can wait for its backward
     "SGD": Loop(torch.optim.SGD),
     "gradients that stay": Loop(set_to_none=False),
-    "clipping": Loop(clip=0.1),
     "accumulation": Loop(accumulate=2),
     "evaluation between steps": Loop(evaluates=True),
     "weights changed in place": Loop(merges=True),
     "foreach": Loop(options={"foreach": True}),
-    "fused": Loop(options={"fused": True}),
-    "autocast": Loop(autocast=torch.bfloat16),
     "everything": Loop(
         columns=3, accumulate=2, clip=0.5, autocast=torch.bfloat16, evaluates=True, options={"fused": True}
     ),

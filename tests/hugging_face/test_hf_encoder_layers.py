@@ -70,7 +70,12 @@ MODELS = {
 }  # fmt: skip
 # Models whose batch norms see padding in training.
 INFERENCE = {"parakeet", "lasr"}
-every = pytest.mark.parametrize("name", MODELS)
+# Others run the code of one of these.
+OFTEN = (
+    *("wav2vec2", "wav2vec2 with layer norm", "wavlm", "wav2vec2-bert", "siglip2", "siglip2 for classes", "parakeet"),
+    *("lasr", "moonshine", "speech to text"),
+)
+every = pytest.mark.parametrize("name", sweep_except(MODELS, *OFTEN))
 
 
 def make(name, **fields):
@@ -184,12 +189,11 @@ CTC = [name for name, (kind, _, _) in MODELS.items() if "CTC" in kind or "Classi
 IN_TRAINING = [(name, how) for name in CTC if name not in INFERENCE for how in (None, False, True)]
 # Unpatched, WavLM does not end with a reentrant checkpoint. Padded modules and checkpoints: see below.
 IN_TRAINING = [x for x in IN_TRAINING if x != ("wavlm", True) and (x[0] != "wav2vec2-bert" or x[1] is None)]
-OFTEN = ("wav2vec2", "wavlm", "wav2vec2-bert", "siglip2 for classes")
 
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
-    sweep_except(IN_TRAINING, *[x for x in IN_TRAINING if x[0] == OFTEN[0] or (x[0] in OFTEN and x[1] is None)]),
+    sweep_except(IN_TRAINING, *[x for x in IN_TRAINING if x[0] == "wav2vec2" or (x[0] in OFTEN and x[1] is None)]),
 )
 def test_losses_and_gradients_in_training(name, checkpointing):
     """`checkpointing`: whether gradient checkpoints are reentrant, None without."""

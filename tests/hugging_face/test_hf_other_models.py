@@ -212,20 +212,6 @@ def test_packed_is_as_each_sequence_alone(name):
         assert how in str(handle.layers), "the handle names the modules that mix the tokens of a row"
 
 
-def test_llama4_beside_a_row_without_tokens():
-    """Two sequences in a row, each with its own positions."""
-    model = llama4().eval()
-    ids = torch.randint(6, 90, (2, 30), generator=torch.Generator().manual_seed(2))
-    mask = torch.ones_like(ids)
-    mask[1] = 0
-    positions = torch.cat([torch.arange(17), torch.arange(13)]).expand(2, 30)
-    want = torch.cat([model(part).logits[0] for part in (ids[:1, :17], ids[:1, 17:])])
-    with nta.patch(model) as handle:
-        got = model(input_ids=ids * mask, attention_mask=mask, position_ids=positions).logits[mask.bool()]
-    check(got, want, 2e-5)
-    assert handle.calls == {None: 1}
-
-
 def test_llama4_with_padding_on_the_left_gives_what_the_padded_batch_gives():
     model = llama4().eval()
     batch, tokens = batch_of(model, "left")
