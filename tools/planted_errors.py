@@ -589,7 +589,7 @@ ERRORS = [
         "torch_models/attention_modules.py",
         "_packs_float_masks = True",
         "_packs_float_masks = False",
-        "patch/test_patch_attention_modules.py patch/test_torch_models.py patch/test_patch_need_weights.py",
+        "patch/test_patch_single_modules.py",
     ),
     # torch_models
     Error(

@@ -242,6 +242,21 @@ def test_seq_idx_of_a_collator_is_that_of_the_row(model_type, name):
     assert handle.calls == {None: 2}
 
 
+def test_left_padding_with_a_static_cache_is_no_packed_row():
+    config = transformers.Llama4TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_chunk_size=4, num_local_experts=2,
+        layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0], pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config).eval()
+    ids = torch.randint(5, tiny.VOCABULARY, (2, 9))
+    mask = (torch.arange(9) >= torch.tensor([[4], [0]])).long()
+    options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    want = model.generate(ids, **options)
+    with nta.patch(model):
+        assert torch.equal(model.generate(ids, **options), want)
+
+
 class Smoothed(transformers.LlamaForCausalLM):
     """Its head mixes the tokens of a row, so only its base model packs."""
 
