@@ -135,6 +135,13 @@ def cache_with(
     return value
 
 
+def forget(tensor: Tensor, key: object) -> None:
+    """Forget what `cache_with` has made of a tensor, which may have changed unseen."""
+    reference, entries = _entries.get(id(tensor), (None, None))
+    if reference is not None and entries is not None and reference() is tensor:
+        entries.pop(key, None)
+
+
 def _states(tensor: Tensor, other: Tensor | None) -> tuple[object, ...]:
     return (state_of(tensor),) if other is None else (state_of(tensor), state_of(other))
 

@@ -405,14 +405,6 @@ def test_values_may_have_another_head_dim():
     check(out, reference(q.double(), *(x.double() for x in cache.padded()), [2] * BATCH, [5] * BATCH)[0])
 
 
-def test_sequences_may_share_pages():
-    pool, q = torch.randn(3, 4, 2, 32), torch.randn(2, 1, 4, 32)
-    table = torch.tensor([[1, 0], [1, 2]], dtype=torch.int32)
-    out = compat.flash_attn_with_kvcache(q, pool, pool, cache_seqlens=torch.tensor([6, 7]), block_table=table)
-    keys = pool[table.long()].flatten(1, 2).double()
-    check(out, reference(q.double(), keys, keys, [1, 1], [6, 7])[0])
-
-
 def test_num_splits_does_not_change_the_result():
     cache, q = Cache("rows", 2), torch.randn(BATCH, 1, 4, 32)
     outs = [compat.flash_attn_with_kvcache(q, *cache.pools, cache_seqlens=20, num_splits=n) for n in (0, 1, 7)]
@@ -434,22 +426,6 @@ def test_decoding_makes_no_layout_anew(is_inference):
     assert _layouts._cached.cache_info().misses == 1
     out = compat.flash_attn_with_kvcache(q.clone(), *cache.pools, cache_seqlens=10)
     assert not out.is_inference()
-
-
-def test_prompt_and_decoding_are_the_same_as_one_call():
-    length, prompt = 9, 6
-    q, k, v = torch.randn(3, 2, length, 2, 32).unbind()
-    k_cache, v_cache = torch.zeros(2, 2, 16, 2, 32)
-    outs, begin = [], 0
-    for end in (prompt, *range(prompt + 1, length + 1)):
-        part = slice(begin, end)
-        outs.append(
-            compat.flash_attn_with_kvcache(
-                q[:, part], k_cache, v_cache, k[:, part], v[:, part], cache_seqlens=begin, causal=True
-            )
-        )
-        begin = end
-    torch.testing.assert_close(torch.cat(outs, 1), compat.flash_attn_func(q, k, v, causal=True))
 
 
 # Errors

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from operators import FORWARD, NAMES, call, case_of, only, operands
+from operators import BACKENDS, FORWARD, call, case_of, only, operands
 from oracle import assert_same, problem
+from sweeps import covering, sweep_except
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nt_attention import SequenceLayout, use_backend, varlen_attention
@@ -54,7 +55,7 @@ def test_graph_gives_the_same_bits_as_eager(backend):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@NAMES
+@pytest.mark.parametrize("backend", sweep_except(BACKENDS, "auto"))
 def test_graph_without_gradients(backend):
     case = case_of("cross", "causal", "plain")
     function = compiled(case, backend)
@@ -144,8 +145,7 @@ class TestNoOperatorSupportsTheCall:
 DROPOUT = {"softcap": {"softcap": 2.0}, "dropout": {"dropout_p": 0.3}}
 
 
-@NAMES
-@pytest.mark.parametrize("option", DROPOUT)
+@covering({"option": DROPOUT, "backend": BACKENDS})
 def test_random_numbers_in_one_graph_are_those_of_eager_calls(option, backend):
     """With dropout, the backward drops the same weights as the forward."""
     case = problem("self", "causal", "gqa", lengths=[5, 0, 7], options=DROPOUT[option])
@@ -160,7 +160,7 @@ def test_random_numbers_in_one_graph_are_those_of_eager_calls(option, backend):
     assert_same(got, solve(lambda **inputs: eager(**only(inputs))), 1e-9)
 
 
-@NAMES
+@pytest.mark.parametrize("backend", sweep_except(BACKENDS, "auto"))
 def test_torch_func_grad_in_a_graph(backend):
     layout = SequenceLayout.from_lengths([5, 7])
     tensors = torch.randn(3, 12, 3, 11).unbind()
@@ -176,7 +176,7 @@ def test_torch_func_grad_in_a_graph(backend):
         torch.testing.assert_close(one, two)
 
 
-@NAMES
+@pytest.mark.parametrize("backend", sweep_except(BACKENDS, "auto"))
 def test_same_tensor_as_query_key_and_value_of_a_graph(backend):
     layout = SequenceLayout.from_lengths([5, 7])
     x = torch.randn(12, 3, 11, requires_grad=True)
@@ -189,8 +189,7 @@ def test_same_tensor_as_query_key_and_value_of_a_graph(backend):
     torch.testing.assert_close(got, want)
 
 
-@NAMES
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@covering({"graph": [False, True, True], "backend": BACKENDS})
 def test_autocast_decides_the_dtype(backend, graph):
     case = case_of("cross", "causal", "wide-values-gqa", dtype=torch.float32)
     function = compiled(case, backend) if graph else call(case, backend)
@@ -209,8 +208,7 @@ def test_autocast_decides_the_dtype(backend, graph):
         assert torch.equal(got, right.float())
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize(("keep", "forwards"), [(False, 2), (True, 1)], ids=["recomputed", "saved"])
+@covering({"graph": [False, True], "keep, forwards": [(False, 2), (True, 1)]})
 def test_selective_checkpoint_saves_the_operator_s_output(monkeypatch, keep, forwards, graph):
     calls = {"forward": 0, "backward": 0}
 

@@ -17,6 +17,7 @@ import torch
 from cuda_graphs import DEVICE, GPU
 from graph_entries import (
     BATCHES,
+    ENTRIES,
     HEADS,
     OF_AUTO,
     Pair,
@@ -34,7 +35,6 @@ from graphs import with_layers
 from sweeps import sweep_except
 from token_tiled_cases import IGNORED_WARNINGS
 from torch._dynamo.backends.debugging import aot_eager
-from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
 
 import nt_attention as nta
@@ -42,6 +42,9 @@ from nt_attention.graphs import capture
 from nt_attention.graphs.policy import DEVICE_BOUND, OFTEN, SELDOM, TIMED, WARM_UP, HostWaits
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs", "uncompared")]
+
+if GPU:
+    from torch._inductor.compile_fx import compile_fx  # takes seconds
 
 STEPS = 2 * OFTEN + 4 if GPU else OFTEN + 2
 
@@ -112,17 +115,13 @@ class Loop:
 
 LOOPS = {
     "pairs": Loop(),
-    "triplets": Loop(columns=3),
     "many negatives": Loop(columns=5),  # one call more than can wait for its backward
     "SGD": Loop(torch.optim.SGD),
     "gradients that stay": Loop(set_to_none=False),
-    "clipping": Loop(clip=0.1),
     "accumulation": Loop(accumulate=2),
     "evaluation between steps": Loop(evaluates=True),
     "weights changed in place": Loop(merges=True),
     "foreach": Loop(options={"foreach": True}),
-    "fused": Loop(options={"fused": True}),
-    "autocast": Loop(autocast=torch.bfloat16),
     "everything": Loop(
         columns=3, accumulate=2, clip=0.5, autocast=torch.bfloat16, evaluates=True, options={"fused": True}
     ),
@@ -183,14 +182,13 @@ class TestCompiled:
 
     CASES = (
         ("bert, BertModel", "model", "inference"),
-        ("llama, LlamaModel", "in place", "inference"),
+        ("llama, LlamaForCausalLM", "in place", "training"),
         ("modernbert, ModernBertModel", "layers", "inference"),
-        ("llama, LlamaForCausalLM", "model", "training"),
         ("bert, BertForMaskedLM", "model", "training"),
     )
 
     @pytest.mark.fresh_process
-    @pytest.mark.parametrize(("name", "kind", "mode"), sweep_except(CASES, CASES[1], CASES[3]))
+    @pytest.mark.parametrize(("name", "kind", "mode"), sweep_except(CASES, CASES[1]))
     def test_batches_of_other_lengths(self, name, kind, mode):
         entry, layers = HEADS[name], 1 if mode == "training" else 2
         make = entry.make
@@ -204,7 +202,7 @@ class TestCompiled:
             called = torch.compile(called, backend=backend, dynamic=True)
         else:
             called.compile(backend=backend, dynamic=True)
-        for lengths in (*BATCHES, [40, 2], [70, 60, 4]):
+        for lengths in ([5, 2, 9], [3, 3, 3, 3, 3], [16, 17], [70, 60, 4], [5, 2, 9]):
             inputs = pair.draw([max(2, length) for length in lengths])  # one token has no next one
             inputs = inputs if pair.grad else {**inputs, "use_cache": False}
             pair.model.zero_grad()
@@ -212,13 +210,14 @@ class TestCompiled:
             if pair.grad:
                 loss_of(out).backward()
             assert_close((as_dict(out), None, gradients(pair.model)), pair.solve(pair.other, inputs))
-        assert pair.graphs.calls == {None: 8}
+        assert pair.graphs.calls == {None: 5}
         assert 1 <= backend.graphs <= 6  # ModernBERT has three kinds of layers
         assert backend.captured >= 3 * pair.graphs.captured
 
     def test_a_graph_is_captured_once(self):
         """Whatever compiles the model may be another object in each call."""
-        pair = Pair("bert", "inference")
+        entry = dataclasses.replace(ENTRIES["bert"], make=lambda: model_of(num_hidden_layers=1))
+        pair = Pair(entry, "inference")
         inputs = pair.draw([5, 2, 9])
 
         def compiled():

@@ -223,7 +223,7 @@ class TestCalls:
     def test_graphs_that_are_not_used_are_freed(self, bert, monkeypatch):
         monkeypatch.setattr(cache, "UNUSED", 5)
         bert.check()
-        for length in (300, 300, 300, 300, 300, 300, 400):
+        for length in (60, 60, 60, 60, 60, 60, 90):
             bert.check([length] * 4)
         assert len(bert.graphs) == 2
 

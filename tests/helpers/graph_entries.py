@@ -131,7 +131,7 @@ def layer_of(kind, **more):
 
 def encoder(compiled=False, **more):
     stack = nn.TransformerEncoder(layer_of(nn.TransformerEncoderLayer, **more), 2, enable_nested_tensor=False)
-    for layer in stack.layers if compiled else ():
+    for layer in stack.layers[:1] if compiled else ():
         layer.compile(backend="inductor" if GPU else "aot_eager", dynamic=True)
     return stack.to(DEVICE)
 
@@ -307,7 +307,7 @@ ENTRIES = {
     "encoder, rows first": of_stack(
         partial(encoder, batch_first=False), lambda m, x, padding: encode(m, x.transpose(0, 1), padding)
     ),
-    "encoder layers, compiled": of_stack(partial(encoder, compiled=True), encode),
+    "encoder layer, compiled": of_stack(partial(encoder, compiled=True), encode),
     "decoder": of_stack(
         lambda: nn.TransformerDecoder(layer_of(nn.TransformerDecoderLayer), 2).to(DEVICE), decode, both_padded
     ),
@@ -485,9 +485,15 @@ def assert_close(got, want, times=1):
     torch.testing.assert_close(got, want, rtol=10 * times * TOLERANCE, atol=times * TOLERANCE, equal_nan=True)
 
 
-def law(*names, modes=tuple(MODES), more=()):
-    """Parameters of a law: entries and modes. `more`: entries that `make test` does not run."""
+def law(*names, modes=tuple(MODES), more=(), seldom=()):
+    """Parameters of a law: entries and modes.
+
+    Args:
+        more: entries that `make test` does not run.
+        seldom: modes that it runs for the main entries only.
+    """
     cases = [(name, mode) for name in (*(names or MAIN), *more) for mode in modes]
-    marks = {case: pytest.mark.sweep if case[0] in more else () for case in cases}
+    rare = {(name, mode) for name, mode in cases if name in more or (mode in seldom and name not in MAIN)}
+    marks = {case: pytest.mark.sweep if case in rare else () for case in cases}
     params = [pytest.param(case, marks=marks[case], id=" ".join(case)) for case in cases]
     return pytest.mark.parametrize("pair", params, indirect=True)

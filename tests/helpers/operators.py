@@ -9,7 +9,8 @@ from oracle import Problem, problem
 
 from nt_attention import SequenceLayout, varlen_attention
 
-NAMES = pytest.mark.parametrize("backend", ["cpu", "reference", "auto"])
+BACKENDS = ["cpu", "reference", "auto"]
+NAMES = pytest.mark.parametrize("backend", BACKENDS)
 
 LENGTHS, KEY_LENGTHS = [5, 0, 1, 17, 3], [2, 3, 0, 19, 7]
 

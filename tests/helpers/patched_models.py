@@ -62,7 +62,3 @@ def assert_plain(model, like):
 
 def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-# Of other lengths, widths and row counts.
-RAGGED = [[7, 1, 13, 19], [3, 11, 2, 5], [5, 5, 17], [23, 2, 3, 8, 4], [9, 1, 6, 12]]

@@ -5,7 +5,6 @@ import torch
 from attention_function import (
     LENGTHS,
     MODULE,
-    SMALL,
     WINDOWS,
     Grouped,
     call,
@@ -16,27 +15,9 @@ from attention_function import (
     random_states,
 )
 from sweeps import covering
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
 from nt_attention.hf.route.attention import attention
-
-
-def test_window_sinks_and_scale_arguments():
-    layout = nta.SequenceLayout.from_lengths(LENGTHS)
-    q, k, v = (torch.randn(1, h, layout.total, 7, dtype=torch.float64) for h in (6, 2, 2))
-    sinks = torch.randn(6, dtype=torch.float64)
-    for causal, window in ((True, (2, 0)), (False, (2, 2))):
-        got, weights = attention(
-            torch.nn.Identity(), q, k, v, None, over="sdpa", cu_seq_lens_q=layout.cu_seqlens, scaling=0.3,
-            is_causal=causal, sliding_window=3, s_aux=sinks, dropout=0.0, use_cache=False,
-        )  # fmt: skip
-        want = nta.varlen_attention(
-            *(x[0].transpose(0, 1) for x in (q, k, v)), layout, is_causal=causal, window_size=window, scale=0.3,
-            sinks=sinks,
-        )  # fmt: skip
-        assert weights is None
-        torch.testing.assert_close(got[0], want)
 
 
 def test_attention_function_errors():
@@ -144,13 +125,6 @@ def test_key_lengths_that_differ():
     )
 
 
-def test_cu_seq_lens_over_several_rows():
-    q, k, v = random_states(rows=3, length=7)
-    lengths = [7, 3, 4, 2, 5]
-    got = call(q, k, v, cu_seq_lens_q=layout_of(lengths).cu_seqlens)
-    torch.testing.assert_close(got, expected(q, k, v, lengths, is_causal=True))
-
-
 @pytest.mark.parametrize("over", ["sdpa", "eager"])
 def test_attention_mask_beside_packed_rows(over):
     q, k, v = random_states(rows=2, length=7)
@@ -206,51 +180,12 @@ def test_position_bias(is_causal, told):
         torch.testing.assert_close(got, want)
 
 
-def test_other_keywords_are_ignored():
-    q, k, v = random_states()
-    more = {
-        "use_cache": False, "output_attentions": False, "output_router_logits": False, "deterministic": None,
-        "encoder_hidden_states": None, "indices": None, "max_length_q": 12, "max_length_k": 12, "dropout": 0.0,
-        "what_comes_next_year": object(),
-    }  # fmt: skip
-    want = expected(q, k, v, LENGTHS, is_causal=True)
-    torch.testing.assert_close(call(q, k, v, cu_seq_lens_q=layout_of(LENGTHS).cu_seqlens, **more), want)
-    torch.testing.assert_close(call(q, k, v, position_ids=positions_of(LENGTHS), **more), want)
-    torch.testing.assert_close(call(q, k, v, module=Grouped(), **more), expected(q, k, v, [21], is_causal=True))
-
-
-def test_bypass_mask():
-    from nt_attention.hf.route.packed_mask import bypass_mask
-
-    q, k, v = random_states()
-    got = call(q, k, v, bypass_mask(layout_of(LENGTHS)), cu_seq_lens_q=layout_of(LENGTHS).cu_seqlens)
-    torch.testing.assert_close(got, expected(q, k, v, LENGTHS, is_causal=True))
-    q, k, v = random_states(length=1)
-    got = call(q, k, v, bypass_mask(layout_of([1])), module=Grouped(), cu_seq_lens_q=layout_of([1]).cu_seqlens)
-    torch.testing.assert_close(got, expected(q, k, v, [1]))
-
-
 def test_dropout_keeps_the_mean():
     q, k, v = random_states(head_dim=8, value_dim=8)
     given = {"cu_seq_lens_q": layout_of(LENGTHS).cu_seqlens, "dropout": 0.5}
     some = torch.stack([call(q, k, v, **given) for _ in range(300)])
     assert not torch.equal(some[0], some[1])
     torch.testing.assert_close(some.mean(0), expected(q, k, v, LENGTHS, is_causal=True), rtol=0, atol=0.5)
-
-
-def test_register_names():
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    for over, name in (("sdpa", "nt_attention"), ("eager", "nt_attention_eager")):
-        assert nta.hf.register(over) == name
-        assert nta.hf.register(over) == name  # twice does no harm
-        assert name in AttentionInterface()
-        assert name in AttentionMaskInterface()
-    assert nta.hf.register() == "nt_attention"
-    model = LlamaForCausalLM._from_config(
-        LlamaConfig(**SMALL, num_key_value_heads=2), attn_implementation=nta.hf.register()
-    )
-    assert model.config._attn_implementation == "nt_attention"
 
 
 @pytest.mark.parametrize("over", [None, "flex_attention", "", "nt_attention"])

@@ -93,16 +93,6 @@ def test_generate_gives_the_tokens_of_eager(model_type, mode):
     assert_same_tokens(generate(model, batch, **mode), want)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text"])
-def test_default_cache_is_sliding_where_the_model_is(model_type):
-    """Otherwise the tests above would not test sliding caches."""
-    model = make_decoder(model_type)
-    cache = generate(model, prompts()).past_key_values
-    assert any(cache.is_sliding) == (model_type != "llama")
-    static = generate(model, prompts(), cache_implementation="static").past_key_values
-    assert isinstance(static, transformers.StaticCache)
-
-
 @covering({"model_type": DECODERS, "padded": [False, True]})
 def test_several_new_tokens_beside_a_cache(model_type, padded):
     """A prompt in three parts: the first fills the cache, and the others continue from it."""
@@ -163,38 +153,6 @@ def test_packed_prompt_that_fills_a_cache(model_type, told):
             assert out.past_key_values.get_seq_length() == layout.total
 
 
-@covering({"model_type": ["llama", "mistral", "gpt2"], "mode": ["an assistant", "prompt lookup"]})
-def test_assisted_generation_and_prompt_lookup(model_type, mode):
-    model, batch = make_decoder(model_type), prompts([LENGTH])
-    batch["input_ids"][0, 6:9] = batch["input_ids"][0, 1:4]  # something to look up
-    helper = make_decoder(model_type, **({"n_layer": 1} if model_type == "gpt2" else {"num_hidden_layers": 1}))
-    more = {"assistant_model": helper} if mode == "an assistant" else {"prompt_lookup_num_tokens": 3}
-    if model_type == "mistral":  # a cache that slides can't be rewound
-        model.config.sliding_window = helper.config.sliding_window = None
-        for part in (model, helper):
-            for layer in part.model.layers:
-                layer.self_attn.sliding_window = None
-    lengths = []
-
-    def note(_, args, kwargs):
-        lengths.append((args[0] if args else kwargs["input_ids"]).shape[1])
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    plain = generate(model, batch).sequences
-    lengths.clear()
-    want = model.generate(**batch, max_new_tokens=NEW, do_sample=False, **more)
-    assert torch.equal(plain, want)
-    assert any(1 < length < LENGTH for length in lengths)
-    for over in ("sdpa", "eager"):
-        model.set_attn_implementation(nta.hf.register(over))
-        helper.set_attn_implementation(nta.hf.register(over))
-        assert torch.equal(model.generate(**batch, max_new_tokens=NEW, do_sample=False, **more), want)
-    model.set_attn_implementation("eager")
-    with warnings.catch_warnings(), nta.patch(model):
-        warnings.simplefilter("error", NotPackedWarning)
-        assert torch.equal(model.generate(**batch, max_new_tokens=NEW, do_sample=False, **more), want)
-
-
 def make_translator(model_type):
     sizes = {
         "t5": {"d_model": 48, "d_kv": 8, "d_ff": 53, "num_layers": 2, "num_heads": 6, "dropout_rate": 0.0},
@@ -239,21 +197,6 @@ def test_generate_of_encoder_decoders(model_type, mode, side):
         assert_same_tokens(generate(model, batch, **mode), want)
 
 
-def small_cache():
-    """A paged cache of a few blocks. By default, transformers takes most of the machine's memory for it."""
-    return transformers.ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
-
-
-def test_continuous_batching_refuses_the_registered_name():
-    """On a CPU, continuous batching of transformers only supports sdpa and eager."""
-    model = make_decoder("llama", implementation=nta.hf.register())
-    batch = [row[mask.bool()].tolist() for row, mask in zip(*prompts().values(), strict=True)]
-    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=PAD)
-    with pytest.raises(ValueError, match=r"nt_attention\W{0,2} is not supported"):
-        model.generate_batch(batch, generation_config=config, continuous_batching_config=small_cache())
-    assert model.config._attn_implementation == "nt_attention"
-
-
 @pytest.mark.sweep
 def test_continuous_batching_under_an_accepted_name_gives_the_reason():
     """It accepts names with "flash" in them."""
@@ -265,7 +208,8 @@ def test_continuous_batching_under_an_accepted_name_gives_the_reason():
     asked = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=1)
     model.config._attn_implementation_internal = VISION_NAME
     prompts = [[5, 6, 7], [9, 11, 7, 8]]
-    found = model.generate_batch(prompts, asked, small_cache(), progress_bar=False)
+    few = transformers.ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)  # by default, most of the memory
+    found = model.generate_batch(prompts, asked, few, progress_bar=False)
     assert len(found) == 2
     for request in found.values():
         assert request.generated_tokens == []

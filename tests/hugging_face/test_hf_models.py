@@ -14,9 +14,7 @@ import transformers
 from cuda_graphs import DEVICE, cuda_graphs  # noqa: F401
 from sweeps import sweep_except
 from tiny import EVERY, LENGTH, LENGTHS, PAD
-from token_tiled_cases import IGNORED_WARNINGS
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -410,35 +408,6 @@ def test_options_of_families(name):
         if model_type == "esm":
             positions = LAYOUT.position_ids[None] + (PAD + 1 if name == "ESM-1b" else 0)
             close(run(model, input_ids=ids[None], position_ids=positions)[0][0], want["last_hidden_state"])
-
-
-CLASSES = [
-    *(("bert", "BertModel"), ("bert", "BertForMaskedLM"), ("roberta", "RobertaForTokenClassification")),
-    *(("llama", "LlamaForCausalLM"), ("llama", "LlamaForSequenceClassification"), ("gpt2", "GPT2LMHeadModel")),
-    *(("modernbert", "ModernBertForMaskedLM"), ("mistral", "MistralModel")),
-]
-
-
-@IGNORED_WARNINGS[0]
-@pytest.mark.usefixtures("cuda_graphs")
-@pytest.mark.filterwarnings("ignore::nt_attention.NotPackedWarning")
-@pytest.mark.parametrize(("model_type", "name"), CLASSES)
-def test_graphs(model_type, name):
-    model, want = tiny.make(model_type, name, "sdpa").to(DEVICE), tiny.alone(model_type, name)
-    forms = {form: x for form, x in forms_of(model_type, name).items() if form != "a row without tokens"}
-    if model_type not in tiny.ENCODERS and not tiny.per_sequence(name):
-        forms["packed"] = packed_forms(model_type, name)["positions and a mask"]
-    with nta.patch(model, packing="always", cuda_graphs=True) as handle, torch.inference_mode():
-        for form, (given, there) in forms.items():
-            expected = parts(want, there["sequences"])
-            if form == "packed":
-                expected.pop("pooler_output", None)
-            given = {key: x.to(DEVICE) for key, x in given.items()}
-            for _ in range(2):  # captured, and replayed
-                out = model(**given, output_hidden_states=True)
-                check(pytree.tree_map_only(torch.Tensor, lambda x: x.cpu(), dict(out)), expected, there["tokens"])
-        assert set(handle.calls) <= {None, NO_PADDING}
-        assert handle.graphs.calls[None]
 
 
 def remove_layer(model):

@@ -212,35 +212,12 @@ def test_packed_is_as_each_sequence_alone(name):
         assert how in str(handle.layers), "the handle names the modules that mix the tokens of a row"
 
 
-def test_llama4_beside_a_row_without_tokens():
-    """Two sequences in a row, each with its own positions."""
-    model = llama4().eval()
-    ids = torch.randint(6, 90, (2, 30), generator=torch.Generator().manual_seed(2))
-    mask = torch.ones_like(ids)
-    mask[1] = 0
-    positions = torch.cat([torch.arange(17), torch.arange(13)]).expand(2, 30)
-    want = torch.cat([model(part).logits[0] for part in (ids[:1, :17], ids[:1, 17:])])
-    with nta.patch(model) as handle:
-        got = model(input_ids=ids * mask, attention_mask=mask, position_ids=positions).logits[mask.bool()]
-    check(got, want, 2e-5)
-    assert handle.calls == {None: 1}
-
-
 def test_llama4_with_padding_on_the_left_gives_what_the_padded_batch_gives():
     model = llama4().eval()
     batch, tokens = batch_of(model, "left")
     want = model(**batch).logits[tokens]
     with nta.patch(model):
         check(model(**batch).logits[tokens], want, 2e-5)
-
-
-def test_pooled_output_of_big_bird():
-    model = big_bird(head=transformers.BigBirdForSequenceClassification).bert.eval()
-    batch, masks = batch_of(model)
-    rows = [ids[mask][None] for ids, mask in zip(batch["input_ids"], masks, strict=True)]
-    want = torch.cat([model(row).pooler_output for row in rows])
-    with nta.patch(model, on_fallback="raise"):
-        check(model(**batch).pooler_output, want, 1e-9)
 
 
 def phimoe(window):
@@ -315,17 +292,6 @@ def text_and_image():
     ids[0, 2:6] = IMAGE
     mask = (torch.arange(13) < torch.tensor([[13], [5]])).long()
     return {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(1, 3, 16, 16, dtype=torch.float64)}
-
-
-def test_llava_with_an_image_is_packed_by_a_patch_of_its_language_model():
-    text, vision = transformers.LlamaConfig(**TEXT), transformers.CLIPVisionConfig(**VISION)
-    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE)
-    model, call = transformers.LlavaForConditionalGeneration(config).eval().double(), text_and_image()
-    tokens = call["attention_mask"].bool()
-    want = model(**call).logits[tokens]
-    with nta.patch(model.model.language_model, on_fallback="raise") as handle:
-        check(model(**call).logits[tokens], want, 1e-9)
-    assert handle.calls == {None: 1}
 
 
 def test_gemma3_with_an_image_falls_back():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import re
-import warnings
 
 import numpy as np
 import pytest
@@ -18,11 +16,11 @@ from sweeps import sweep_except
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import nt_attention as nta
 from nt_attention.hf.check import plans
-from nt_attention.hf.pack.padded_modules import ON_CPU, ON_GPU, equal_lengths, group_by_length, one_group
+from nt_attention.hf.pack.padded_modules import ON_CPU, ON_GPU, group_by_length
 from nt_attention.hf.route.packed_row import PackedRow, running
 from nt_attention.patching.handle import NotPackedWarning
 
@@ -142,17 +140,6 @@ def test_with_a_kernel_for_states_that_knows_sequences_nothing_is_padded(monkeyp
     check_same(patched, model, batch_of())
 
 
-def test_model_that_is_not_patched_inside_of_a_patched_one():
-    patched, stock = new("lfm2"), new("lfm2")
-    ids = torch.randint(3, 97, (1, sum(LENGTHS)))
-    want = stock(input_ids=ids).logits
-    nta.patch(patched, packing="always")
-    seen = []
-    patched.model.layers[1].register_forward_hook(lambda *_: seen.append(stock(input_ids=ids).logits))
-    patched(**batch_of())
-    assert torch.equal(seen[0], want)
-
-
 def convolve_threefold(hidden_states, weight, bias=None, activation=None, **_):
     """Another convolution, as users set it into the file of a model."""
     width = weight.shape[-1]
@@ -209,12 +196,6 @@ def test_groups(lengths, on_gpu):
     for end in range(1, len(falling) + 1):
         best.append(min(best[begin] + cost(end - begin, falling[begin]) for begin in range(end)))
     assert sum(cost(len(group), int(lengths[group].max())) for group in groups) <= 1.04 * best[-1] + 1e-6
-
-
-def test_groups_of_equal_lengths_and_of_all_lengths():
-    lengths = torch.tensor([3, 0, 5, 3]).numpy()
-    assert [group.tolist() for group in equal_lengths(lengths)] == [[0, 3], [2]]
-    assert [group.tolist() for group in one_group(lengths)] == [[0, 2, 3]]
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
@@ -358,72 +339,3 @@ def test_rows_packed_by_hand_are_refused_beside_convolutions(how):
             nta.patch(model, padding_free=False)
         else:
             model.set_attn_implementation(nta.hf.register())
-
-
-class Mixer(nn.Module):
-    """Adds to each token what `mix` makes of the row."""
-
-    def __init__(self, mlp, mix):
-        super().__init__()
-        self.mlp, self.mix = mlp, mix
-        self.register_buffer("state", torch.zeros(()))
-
-    def forward(self, hidden):
-        return self.mlp(hidden) + self.mix(self, hidden)
-
-
-def from_before(_, x):
-    return nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
-
-
-def from_next(_, x):
-    return nn.functional.pad(x[:, 1:], (0, 0, 0, 1))
-
-
-def from_last_call(module, x):
-    before = module.state.clone()
-    module.state.copy_(x.detach().sum())
-    return before + from_before(module, x)
-
-
-def by_length(_, x):
-    return from_before(_, x) * x.shape[1]
-
-
-def by_longest(_, x):
-    return from_before(_, x) * x.any(-1).sum(1).max()
-
-
-def by_batch(_, x):
-    return x - x.mean((0, 1))
-
-
-def with_mixer(mix):
-    class PlantedForCausalLM(LlamaForCausalLM):
-        def __init__(self, config):
-            super().__init__(config)
-            self.model.layers[0].mlp = Mixer(self.model.layers[0].mlp, mix)
-
-    return PlantedForCausalLM(LlamaConfig(**SMALL)).double().eval()
-
-
-PLANTED = (from_before, from_next, from_last_call, by_length, by_longest, by_batch)
-
-
-@pytest.mark.parametrize("mix", sweep_except(PLANTED, from_before, by_batch))
-def test_a_mixer_of_a_user_is_refused_or_gives_what_each_sequence_gives_alone(mix):
-    model, batch = with_mixer(mix), batch_of()
-    want = alone(copy.deepcopy(model), batch)[0]
-    refusal = ""
-    try:
-        handle = nta.patch(model, packing="always")
-    except ValueError as error:
-        refusal = str(error)
-    if refusal:
-        assert re.search(r"can't be packed: .*layers\.0\.mlp \(Mixer\)", refusal)
-        return
-    with warnings.catch_warnings():  # unpatched, some read padding, which is said once
-        warnings.filterwarnings("ignore", ".*reads padding", NotPackedWarning)
-        got = model(**batch).loss
-    torch.testing.assert_close(got, want)
-    assert "model.layers.0.mlp: Mixer, padded" in " ".join(str(handle).split())

@@ -13,8 +13,9 @@ from planted_by_users import (
     RIGHT_IN_EVALUATION,
     WRONG,
     Planted,
-    bert,
-    llama,
+    config_of,
+    mlps,
+    neighbors,
 )
 from sweeps import sweep_except
 from torch import nn
@@ -25,10 +26,6 @@ import nt_attention as nta
 from nt_attention import NotPackedWarning
 
 MODES = ("training", "evaluation", "without gradients")
-PER_ROW = ("row", "rows")
-# What the check does not see, and why that is accepted:
-# "mixup": it adds another row in a share of the calls in training, at random; the compared call was none of them.
-NOT_SEEN = ("mixup",)
 
 
 def run(model, batch, mode):
@@ -57,7 +54,7 @@ def tokens_of(values, batch, labels):
     is_token = batch["labels"] != -100 if labels == "target" else batch["attention_mask"].bool()
     tokens = {}
     for name, x in values.items():
-        if name == "loss" or (name == "logits" and labels in PER_ROW):
+        if name == "loss" or (name == "logits" and labels == "row"):
             tokens[name] = x
         elif x.shape[:2] == is_token.shape:
             tokens[name] = x[is_token]
@@ -123,7 +120,7 @@ def errors_of_patch(planted):
 
 @pytest.mark.parametrize(
     "name",
-    sweep_except([name for name in WRONG if name not in NOT_SEEN], "late_window", "sorted", "flag_buffer", "half"),
+    sweep_except(WRONG, "late_window", "sorted", "flag", "half", "from before", "by batch"),
 )
 def test_models_that_mix_sequences_are_refused_or_right(name):
     errors, _ = errors_of_patch(WRONG[name])
@@ -146,7 +143,7 @@ def test_rows_drawn_together_are_refused_or_not_packed_in_training(name):
         assert handle.calls[None] == 0
 
 
-@pytest.mark.parametrize("name", sweep_except(RIGHT, "adapter", "hash", "few_positions", "gate_off"))
+@pytest.mark.parametrize("name", sweep_except(RIGHT, "adapter", "hash", "few_positions"))
 def test_right_models_are_packed(name):
     errors, handle = errors_of_patch(RIGHT[name])
     assert not isinstance(handle, str), handle
@@ -209,15 +206,15 @@ def with_pooler(config):
 @pytest.mark.parametrize(
     ("build", "labels"),
     [
-        (lambda: LossOfPairs(bert()), "token"),
-        (lambda: NumberOfRows(llama()), "next"),
-        (lambda: with_pooler(bert()), None),
+        (lambda: LossOfPairs(config_of("Bert")), "token"),
+        (lambda: NumberOfRows(config_of("Llama")), "next"),
+        (lambda: with_pooler(config_of("Bert")), None),
     ],
     ids=["loss of pairs", "a number", "pooler"],
 )
 def test_values_beside_those_of_tokens(build, labels):
     torch.manual_seed(0)
-    model, batch = build().eval(), Planted(None, None, {}, labels=labels).batch()
+    model, batch = build().eval(), Planted("", labels=labels).batch()
     stock = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPackedWarning)
@@ -227,16 +224,32 @@ def test_values_beside_those_of_tokens(build, labels):
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
 
 
+def test_another_mode_is_compared_again():
+    planted = WRONG["long rows in evaluation"]
+    model, batch = planted.build(), planted.batch()
+    tokens, want = batch["attention_mask"].bool(), copy.deepcopy(model).eval()(**batch).logits
+    with nta.patch(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPackedWarning)
+        model.train()(**batch)
+        torch.testing.assert_close(model.eval()(**batch).logits[tokens], want[tokens], rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_that_mixes_in_training_without_a_gradient_runs_padded():
+    """Only bits of a row beside other neighbors show it."""
+    mix = mlps(lambda module, x: x + x.roll(1, 1).detach() if module.training else x)
+    assert "mlp: Around, padded" in " ".join(str(nta.patch(Planted("LlamaForCausalLM", mix).build())).split())
+
+
 class LongRow(nn.Embedding):
     """It adds the token before it, if the row is longer than each sequence ever is."""
 
     def forward(self, input_ids):
         states = super().forward(input_ids)
-        return states + states.roll(1, 1) if states.shape[1] > 128 else states
+        return neighbors(states) if states.shape[1] > 128 else states
 
 
 def test_a_packed_row_that_is_twice_as_long_is_compared_again():
-    model = LlamaForCausalLM(llama()).eval()
+    model = LlamaForCausalLM(config_of("Llama")).eval()
     model.model.embed_tokens = LongRow.from_pretrained(model.model.embed_tokens.weight)
     with nta.patch(model) as handle, torch.no_grad():
         for rows in (2, 16):

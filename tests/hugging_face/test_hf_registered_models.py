@@ -51,26 +51,20 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_classes_that_run_no_flash_attention_of_ours_are_refused_by_that_name(model_type):
+WITHOUT_ATTENTION = ("falcon_mamba", "fnet", "mamba", "mamba2", "xlstm")
+BY_NAME = [*((x, "nt_attention/flash") for x in REFUSED), *((x, nta.hf.register()) for x in WITHOUT_ATTENTION)]
+
+
+@pytest.mark.parametrize(("model_type", "name"), BY_NAME)
+def test_classes_that_run_no_attention_of_ours_are_refused_by_that_name(model_type, name):
     """transformers' own guard, for "flash_attention_2", does not see our name. Without attention, rows were mixed."""
-    name, config = "nt_attention/flash", AutoConfig.for_model(model_type)
+    config = AutoConfig.for_model(model_type)
     with torch.device("meta"):
         with pytest.raises(ValueError, match=f"{REFUSED[model_type]}.* nt_attention.patch"):
             AutoModel.from_config(config, attn_implementation=name)
         with pytest.raises(ValueError, match=REFUSED[model_type]):
             AutoModel.from_config(config).set_attn_implementation(name)
         AutoModel.from_config(AutoConfig.for_model("resnet"), attn_implementation=name)  # it takes no text
-
-
-@pytest.mark.parametrize("model_type", ["falcon_mamba", "fnet", "mamba", "mamba2", "xlstm"])
-def test_classes_without_attention_are_refused_by_every_name(model_type):
-    name, config = nta.hf.register(), AutoConfig.for_model(model_type)
-    with torch.device("meta"):
-        with pytest.raises(ValueError, match=f"{REFUSED[model_type]}.* nt_attention.patch"):
-            AutoModel.from_config(config, attn_implementation=name)
-        with pytest.raises(ValueError, match=REFUSED[model_type]):
-            AutoModel.from_config(config).set_attn_implementation(name)
 
 
 def test_long_t5_is_refused():

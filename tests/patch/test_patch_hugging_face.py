@@ -4,99 +4,47 @@ import pytest
 import tiny
 import torch
 import transformers
+from patched_models import LENGTH, LENGTHS, make_batch
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForNextSentencePrediction,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForTokenClassification,
-    LlamaModel,
-)
+from transformers import BertConfig, BertModel
 
 import nt_attention as nta
 from nt_attention import NotPackedWarning
 from nt_attention.hf.families import CACHE
 
-LENGTHS, LENGTH, VOCABULARY = [7, 1, 13, 19], 23, 101
-COMMON = {"num_hidden_layers": 2, "intermediate_size": 41, "vocab_size": VOCABULARY, "num_labels": 2}
-BERT = {"hidden_size": 33, "num_attention_heads": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-LLAMA = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0}
 
-HEADS = {
-    BertModel: None,
-    BertForMaskedLM: "token",
-    BertForTokenClassification: "class",
-    BertForSequenceClassification: "sequence",
-    BertForNextSentencePrediction: "sequence",
-    LlamaModel: None,
-    LlamaForCausalLM: "token",
-    LlamaForTokenClassification: "class",
-}
+def make(name):
+    return tiny.make("bert" if name.startswith("Bert") else "llama", name, "sdpa").double()
 
 
-def make(kind, implementation="sdpa"):
-    family = (BertConfig, BERT) if kind.__name__.startswith("Bert") else (LlamaConfig, LLAMA)
-    config = family[0](**COMMON, **family[1])
-    return kind._from_config(config, attn_implementation=implementation).double().eval()
+def with_classes(batch):
+    """With a label for each token."""
+    return {**batch, "labels": (batch["input_ids"] % 3).masked_fill(batch["attention_mask"] == 0, -100)}
 
 
-def make_batch(side="right", labels=None):
-    mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
-    mask = mask if side == "right" else mask.flip(1)
-    batch = {
-        "input_ids": torch.randint(VOCABULARY, (4, LENGTH)),
-        "attention_mask": mask.long(),
-    }
-    if labels == "sequence":
-        batch["labels"] = torch.tensor([0, 1, 1, 0])
-    elif labels is not None:
-        kinds = VOCABULARY if labels == "token" else 2
-        batch["labels"] = torch.randint(kinds, mask.shape).masked_fill(~mask, -100)
-        if side == "left":  # the stock loss would predict a sequence's first token from padding
-            batch["labels"][torch.arange(4), mask.long().argmax(1)] = -100
-    return batch
-
-
-def real(x, mask):
-    """The real tokens of an output (B, L, …); other outputs as they are."""
-    return x[mask.bool()] if x.shape[:2] == mask.shape else x
-
-
-def assert_same_outputs(got, want, mask, **tolerance):
-    for name, theirs in want.items():
-        if name in CACHE:  # the config asks for it by default; a packed call makes none
-            continue
-        if name == "pooler_output" and not mask[:, 0].all():  # stock pools the padding on the left
-            continue
-        mine = got[name]
-        if not isinstance(theirs, tuple):
-            mine, theirs = (mine,), (theirs,)
-        for a, b in zip(mine, theirs, strict=True):
-            assert a.shape == b.shape, name
-            torch.testing.assert_close(real(a, mask), real(b, mask), **tolerance)
+def assert_same_outputs(got, want, mask):
+    """At tokens. The config asks for a cache by default; a packed call makes none."""
+    for name in want.keys() - set(CACHE):
+        values = [x[mask.bool()] if x.shape[:2] == mask.shape else x for x in (got[name], want[name])]
+        torch.testing.assert_close(*values)
 
 
 def test_next_sentence_prediction_runs_on_real_tokens_only():
     """tests/hugging_face tests the other heads."""
-    model, rows = make(BertForNextSentencePrediction), {}
+    model, rows = make("BertForNextSentencePrediction"), {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(
                 lambda _, inputs, name=name: rows.update({name: inputs[0].shape[:-1].numel()})
             )
     with nta.patch(model):
-        model(**make_batch(labels="sequence"))
+        model(**make_batch("base"))
     assert rows.pop("bert.pooler.dense") == rows.pop("cls.seq_relationship") == 4
     assert set(rows.values()) == {sum(LENGTHS)}
 
 
 def test_attention_mask_of_another_width_is_refused():
-    model, batch = make(LlamaForCausalLM), make_batch()
+    model, batch = make("LlamaForCausalLM"), make_batch("base")
     with nta.patch(model), pytest.raises(ValueError, match=r"is \(4, 23\), but the input is \(4, 1\).*use_cache=True"):
         model(batch["input_ids"][:, -1:], attention_mask=batch["attention_mask"])
 
@@ -105,8 +53,8 @@ def test_model_inside_of_another_module_is_patched():
     class Embedder(nn.Module):
         def __init__(self):
             super().__init__()
-            self.backbone = make(BertModel)
-            self.project = nn.Linear(33, 5)
+            self.backbone = make("BertModel")
+            self.project = nn.Linear(48, 5)
 
     with nta.patch(Embedder()) as handle:
         assert list(handle.changed) == ["backbone"]
@@ -115,9 +63,9 @@ def test_model_inside_of_another_module_is_patched():
 @pytest.mark.parametrize("padding_free", [True, False])
 def test_models_that_share_a_config(padding_free):
     """One patch may change both, or each has its own. The config is restored with the last one."""
-    config = BertConfig(**COMMON, **BERT)
+    config = BertConfig(**tiny.TEXT, **tiny.NO_DROPOUT)
     models = nn.ModuleList([BertModel(config).double().eval() for _ in range(2)])
-    kept, batch = dict(vars(config)), make_batch()
+    kept, batch = dict(vars(config)), make_batch("base")
     want = [model(**batch) for model in models]
     for first in (0, 1):
         handles = [nta.patch(model, padding_free) for model in models]
@@ -137,7 +85,7 @@ def test_models_that_share_a_config(padding_free):
 
 def test_sequence_classification_of_embeddings_reads_the_last_token():
     model = tiny.make("llama", "LlamaForSequenceClassification", "sdpa").double()
-    batch = make_batch()
+    batch = make_batch("base")
     embeds = torch.randn(4, LENGTH, 48, dtype=torch.float64, requires_grad=True)
     want = torch.cat([model(inputs_embeds=embeds[b : b + 1, :n]).logits for b, n in enumerate(LENGTHS)])
     with nta.patch(model):
@@ -148,10 +96,10 @@ def test_sequence_classification_of_embeddings_reads_the_last_token():
 
 
 def test_heads_that_share_a_base_model():
-    kinds = (BertForSequenceClassification, BertForTokenClassification, BertForSequenceClassification)
-    first, second, third = map(make, kinds)
+    of_rows = "BertForSequenceClassification"
+    first, second, third = map(make, (of_rows, "BertForTokenClassification", of_rows))
     second.bert = third.bert = first.bert
-    batches = [make_batch(labels=HEADS[type(model)]) for model in (first, second, third)]
+    batches = [make_batch("sequence"), with_classes(make_batch("base")), make_batch("sequence")]
     want = [model(**batch) for model, batch in zip((first, second, third), batches, strict=True)]
     with nta.patch(nn.ModuleList([first, second, third])) as handle:
         assert str(handle).count("whose base model packs by itself") == 2
@@ -161,7 +109,7 @@ def test_heads_that_share_a_base_model():
 
 
 def test_handle_lists_layers_and_calls():
-    model, batch = make(LlamaForCausalLM), make_batch(labels="token")
+    model, batch = make("LlamaForCausalLM"), make_batch()
     with nta.patch(model) as handle:
         told = str(handle)
         assert "model.layers.0.self_attn … model.layers.1.self_attn: LlamaAttention" in told
@@ -177,14 +125,14 @@ def test_handle_lists_layers_and_calls():
 
 def test_model_on_meta_gives_shapes():
     with torch.device("meta"):
-        model = make(LlamaForCausalLM)
+        model = make("LlamaForCausalLM")
         nta.patch(model)
         ids = torch.zeros(2, 4, dtype=torch.long)
     assert model(ids).logits.shape == (2, 4, model.config.vocab_size)
 
 
 def test_labels_of_another_width_are_refused():
-    model, batch = make(BertForTokenClassification), make_batch(labels="class")
+    model, batch = make("BertForTokenClassification"), with_classes(make_batch("base"))
     with nta.patch(model), pytest.raises(ValueError, match="batch_size"):
         model(**{**batch, "labels": batch["labels"][:, 1:].contiguous()})
 

@@ -54,30 +54,6 @@ def results(model, memory, positions):
     return [out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()))]
 
 
-class Numbers(nn.Module):
-    """Its padding mask is of floating-point numbers, as PyTorch's layers pass it."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(E, HEADS, batch_first=True)
-
-    def forward(self, x, hidden):
-        padding = torch.zeros(PADDING.shape, dtype=x.dtype).masked_fill(PADDING, hidden)
-        return self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
-
-
-@pytest.mark.parametrize(("hidden", "reason"), [(-torch.inf, None), (-1e4, "values other than 0 and −inf")])
-def test_padding_masks_of_numbers_are_packed_if_they_are_0_and_inf(hidden, reason):
-    model, x = Numbers().double(), torch.randn(3, LENGTH, E, dtype=torch.float64)
-    want = model(x, hidden)
-    with nta.patch(model, on_fallback="silent") as handle:
-        got = model(x, hidden)
-        torch.testing.assert_close(got[~PADDING], want[~PADDING])
-        assert got[PADDING].any() == (reason is not None)
-        (counted,) = handle.calls
-    assert counted == reason or reason in counted
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_object_queries_run_packed(batch_first, training):

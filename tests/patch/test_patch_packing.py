@@ -125,13 +125,6 @@ def test_first_tokens_and_tokens_at_positions(batch, places):
             assert int(tokens[row, column]) == (flat.index(wanted) if wanted in flat else 0)
 
 
-def test_first_tokens_of_rows_without_a_token():
-    mask = torch.tensor([[0, 0, 0], [0, 1, 1], [0, 0, 0], [1, 0, 0], [0, 0, 0]])
-    for positions in (None, torch.tensor([[0, 1, 2]])):
-        first = Packing.of(mask, positions, 5, 3).first_tokens(torch.tensor([[[5.0], [6.0], [7.0]]]))
-        assert first.flatten().tolist() == [0, 5, 0, 7, 0]
-
-
 @settings(max_examples=50, deadline=None)
 @given(batches(positions=False))
 def test_positions_that_count_the_tokens_change_nothing(batch):

@@ -319,23 +319,6 @@ def test_adapters_without_dropout_share(adapter):
     check(model, batch_of(), batch_of())
 
 
-def test_lora_with_dropout_shares_nothing():
-    config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False)
-    model = peft.get_peft_model(make(), config).train()
-    handle = nta.patch(model, shared_prefixes=True)
-    model(**batch_of())
-    assert list(handle.prefixes.calls) == ["it has dropout, which would be the same in all rows that share a prefix"]
-
-
-def test_prompt_tuning_shares_nothing():
-    """It passes embeddings."""
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(make(), config)
-    handle = nta.patch(model, shared_prefixes=True)
-    model(**batch_of())
-    assert list(handle.prefixes.calls) == ["it has inputs_embeds"]
-
-
 def test_a_mesh_is_refused(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

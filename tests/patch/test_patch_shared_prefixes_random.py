@@ -195,15 +195,3 @@ def check_configuration(number: int) -> Any:
 @pytest.mark.parametrize("number", sweep_except(range(CONFIGURATIONS), 0, 1, 2))
 def test_random_configurations(number: int) -> None:
     check_configuration(number)
-
-
-def test_what_is_drawn() -> None:
-    """The sweep has what it should have, in numbers that can't come from a few draws."""
-    configs = [configuration(number) for number in range(CONFIGURATIONS)]
-    rows = [config.rows for config in configs]
-    assert sum(tokens_computed(x) < 0.95 * sum(map(len, x)) for x in rows) > 100
-    assert sum(len(x) == 1 for x in rows) > 5
-    assert sum(tokens_computed(x) == sum(map(len, x)) for x in rows) > 20
-    assert sum(len(x) > 1 and all(row == x[0] for row in x) for x in rows) > 5
-    for field, values in {"side": ("left", "right", ""), "call": ("labels", "keep", "plain")}.items():
-        assert all(sum(getattr(config, field) == value for config in configs) > 10 for value in values)

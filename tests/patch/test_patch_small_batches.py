@@ -278,27 +278,6 @@ def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_comp
     torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("shares_config", [True, False])
-@pytest.mark.parametrize("model_type", ["llama", "bert"])
-def test_other_models_in_the_forward_of_a_small_batch(everything_is_small, model_type, shares_config):
-    """A hook calls a model that gets a packed row."""
-    name = tiny.classes(model_type)[0]
-    model, other = (tiny.make(model_type, name, x) for x in ("sdpa", nta.hf.register()))
-    if shares_config:
-        other = type(model)(model.config).eval()
-        other.set_attn_implementation(nta.hf.register())
-    ids, found = torch.randint(5, tiny.VOCABULARY, (1, 9)), []
-    positions_of_two = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    layers = model.layers if model_type == "llama" else model.encoder.layer
-    more = {"attention_mask": torch.ones_like(ids)}
-    layers[1].register_forward_pre_hook(lambda *_: found.append(other(ids, position_ids=positions_of_two, **more)[0]))
-    with nta.patch(model) as handle, torch.no_grad():
-        model(**batch_of(model, "right"))
-        alone = other(ids[:, 4:], attention_mask=more["attention_mask"][:, 4:])[0]
-        torch.testing.assert_close(found[0][:, 4:], alone, rtol=1e-4, atol=2e-5)
-    assert handle.calls[SMALL] >= 1
-
-
 def test_a_prompt_keeps_its_cache(everything_is_small):
     model = tiny.make("llama", "LlamaForCausalLM", "sdpa")
     ids = torch.randint(5, tiny.VOCABULARY, (1, 9))
@@ -314,14 +293,6 @@ def test_base_models_ignore_labels(everything_is_small):
     batch = batch_of(model, "right")
     with nta.patch(model):
         assert model.model(**batch).last_hidden_state.shape == (4, 15, 48)
-
-
-def test_logits_of_tokens_with_labels_only(everything_is_small):
-    model = tiny.make("modernbert", "ModernBertForMaskedLM", "sdpa", sparse_prediction=True).train()
-    batch, other = batch_of(model, "right"), copy.deepcopy(model)
-    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
-    with nta.patch(model, packing="always"), nta.patch(other):
-        torch.testing.assert_close(other(**batch).logits, model(**batch).logits, rtol=1e-4, atol=2e-5)
 
 
 def test_rows_that_are_longer_than_the_positions_of_the_model(everything_is_small):

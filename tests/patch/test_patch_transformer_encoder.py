@@ -71,12 +71,6 @@ def test_encoder_with_its_own_forward_is_patched_layer_by_layer(kind):
         assert list(handle.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
 
 
-def test_encoder_refuses_integer_masks():
-    encoder = make_encoder()
-    with nta.patch(encoder), pytest.raises(Exception, match="only bool and floating types"):
-        encoder(torch.randn(5, LENGTH, EMBED).double(), src_key_padding_mask=PADDING.long())
-
-
 @pytest.mark.parametrize(
     ("change", "reason", "packed"),
     [

@@ -66,20 +66,6 @@ def test_accelerate_prepare(kind, accelerator):
         assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("patch_first", [True, False])
-def test_deepcopy_of_a_model_prepared_by_accelerate(patch_first, accelerator):
-    model, batch = make(), make_batch()
-    handle = nta.patch(model) if patch_first else None
-    prepared = accelerator.prepare(model)
-    handle = handle or nta.patch(prepared)
-    copied = scale(copy.deepcopy(prepared))
-    with torch.autocast("cpu", torch.bfloat16):
-        want = loss_of(scale(make()), batch)
-    torch.testing.assert_close(loss_of(copied, batch), want, rtol=2e-2, atol=2e-2)
-    handle.remove()
-    torch.testing.assert_close(loss_of(copied, batch), want, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("removed", [False, True], ids=["patched", "removed"])
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_accelerate_unwrap_model(patch_first, removed, accelerator):

@@ -17,7 +17,6 @@ from huggingface_hub import PyTorchModelHubMixin
 from patched_models import close, every_kind, gradients, loss_of, make, make_batch
 from torch import nn
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
@@ -36,16 +35,6 @@ from nt_attention.patching import building
 
 def bert_config(**more):
     return BertConfig(**{**tiny.TEXT, **tiny.NO_DROPOUT, **more})
-
-
-class Projected(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = AutoModel.from_config(bert_config())
-        self.project = nn.Linear(48, 3)
-
-    def forward(self, **batch):
-        return self.project(self.encoder(**batch).last_hidden_state)
 
 
 class Counted(BertModel):
@@ -102,16 +91,6 @@ def test_models_give_what_they_give_without_it(kind, tmp_path):
     assert "forward" not in vars(make(kind))
 
 
-def test_a_model_in_another_module_is_patched():
-    batch = make_batch("base")
-    with nta.patch_all(packing="always") as handle:
-        model = Projected()
-        got = model(**batch)
-    tokens = batch["attention_mask"].bool()
-    close(got[tokens], model(**batch)[tokens])
-    assert handle.counts["BertModel"].calls == {None: 1}
-
-
 def test_parts_that_were_built_before_are_as_the_model_around_them():
     """An encoder-decoder of two models is not packed as a whole. Its encoder is."""
     batch = make_batch("base")
@@ -154,16 +133,6 @@ def test_pickles_have_no_methods_of_it():
         model = BloomModel(BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4))
         assert "build_alibi_tensor" in vars(model)
         assert b"nt_attention" not in pickle.dumps(model)
-
-
-def test_models_that_share_a_config():
-    config, batch = bert_config(), make_batch("base")
-    with nta.patch_all(packing="always") as handle:
-        models = [BertModel(config).eval() for _ in range(2)]
-        for model in models:
-            loss_of(model, batch)
-    assert handle.counts["BertModel"].calls == {None: 2}
-    assert config._attn_implementation == "sdpa"
 
 
 @pytest.mark.usefixtures("uncompared")

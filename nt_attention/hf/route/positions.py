@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...compiler import is_captured, is_replayed
-from ...layouts.cache import cache_with, find_cached
+from ...layouts.cache import cache_with, find_cached, forget
 from ...layouts.protocol import Layout
 from ...layouts.sequence import TOKEN_SHAPE, SequenceLayout, layout_where
 
@@ -100,10 +100,11 @@ def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: 
             layout = layout_where(first.flatten().cpu().numpy(), position_ids.device)
         return _Entry(layer, layout if layout.batch_size > rows else None)
 
-    entry = _find(position_ids, rows, layer, token_mask)
+    entry, key = _find(position_ids, rows, layer, token_mask), ("positions", rows, id(token_mask))
     if entry is not None:
         return entry.layout
-    return cache_with(position_ids, ("positions", rows, id(token_mask)), read, token_mask, follows=True).layout
+    forget(position_ids, key)
+    return cache_with(position_ids, key, read, token_mask, follows=True).layout
 
 
 def _find(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> _Entry | None:
