@@ -43,6 +43,15 @@ def test_next_sentence_prediction_runs_on_real_tokens_only():
     assert set(rows.values()) == {sum(LENGTHS)}
 
 
+@torch.inference_mode()
+def test_model_made_in_inference_mode():
+    model, batch = make("BertModel").eval(), make_batch("base")
+    want = model(**batch)
+    with nta.patch(model, packing="always") as handle:
+        assert_same_outputs(model(**batch), want, batch["attention_mask"])
+    assert handle.calls == {None: 1}
+
+
 def test_attention_mask_of_another_width_is_refused():
     model, batch = make("LlamaForCausalLM"), make_batch("base")
     with nta.patch(model), pytest.raises(ValueError, match=r"is \(4, 23\), but the input is \(4, 1\).*use_cache=True"):

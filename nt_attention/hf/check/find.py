@@ -496,8 +496,11 @@ def _with_padded(plan: Plan, name: str) -> Plan:
 
 
 def _has_plain_parameters(model: nn.Module) -> bool:
-    """Whether a backward of a part of the model has no effect on its parameters, as it has with FSDP."""
-    return all(type(x) in (Tensor, nn.Parameter) for x in model.parameters())
+    """Whether a part of the model can have a backward that has no effect on its parameters.
+
+    With FSDP it has one, and a model made in inference mode can have none.
+    """
+    return all(type(x) in (Tensor, nn.Parameter) and not x.is_inference() for x in model.parameters())
 
 
 def _differs(got: dict[str, Tensor], want: dict[str, Tensor], many: float = 0) -> bool:
