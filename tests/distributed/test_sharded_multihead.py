@@ -105,20 +105,11 @@ def check_forms(options, lengths, **more):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_self_attention(name):
-    run_in_processes(2, functools.partial(check_forms, OPTIONS[name], LENGTHS, is_causal=True))
+    world, is_causal = 4 if name == "rotary" else 2, name not in ("fused", "two_sided_window")
+    run_in_processes(world, functools.partial(check_forms, OPTIONS[name], LENGTHS, is_causal=is_causal))
 
 
-def test_on_four_ranks():
-    run_in_processes(4, functools.partial(check_forms, OPTIONS["rotary"], LENGTHS, is_causal=True))
-
-
-@pytest.mark.parametrize("name", ["fused", "two_sided_window", "rotary"])
-def test_without_a_causal_mask(name):
-    run_in_processes(2, functools.partial(check, OPTIONS[name], as_nested, LENGTHS))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["separate", "grouped", "rotary"])
+@pytest.mark.parametrize(("name", "is_causal"), [("separate", False), ("grouped", True), ("rotary", False)])
 def test_cross_attention(name, is_causal):
     more = {"key_lengths": KEY_LENGTHS, "is_causal": is_causal}
     run_in_processes(2, functools.partial(check_forms, OPTIONS[name], LENGTHS, **more))
