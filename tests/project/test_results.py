@@ -80,6 +80,34 @@ def test_gpu_figures_name_a_kept_result_and_its_commit(page):
     assert check_page(page.read_text()) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("On an H200 it takes 3.4 ms.", "no result"),
+        ("On an H200, ms:\n\n| a |\n|---|\n| 3.4 ms |", "no result"),
+        ("| a | b |\n|---|---|\n| on a GPU | x |\n| on a CPU | 3.4 ms |", None),
+        ("- on a GPU 4.4 × as fast", "no result"),
+        (
+            "On an H200 it takes 3.4 ms.\n\n# Next\n\n[r](benchmarks/results/trainers_h200.md), measured at `8e74535`",
+            "no",
+        ),
+        ("On an H200 3.4 ms ([r](benchmarks/results/trainers_h200.md), measured at `1234567`).", "said to be"),
+        ("On an H200 3.4 ms ([r](../benchmarks/results/trainers_h200.md), measured at `8e74535`).", None),
+        ("[r](benchmarks/results/no_such_file.md)", "is not in"),
+        ("[r](benchmarks/results/trainers_h200.md), of which half was measured at `8e74535`", "not in the form"),
+        ("On an H200 **4.3 ×** ([all](docs/performance.md)).", None),
+        ("On an H200 **99.9 ×** ([all](docs/performance.md)).", "no result"),
+        ("On an H200 3.4 ms ([all](docs/performance.md)).", "no result"),
+        ("On a GPU, choose 2 streams.\n\nOn a CPU it takes 3.4 ms.", None),
+        ("```\nH200: 3.4 ms\n```", None),
+    ],
+)
+def test_rule_for_gpu_figures(text, problem):
+    problems = check_page(text)
+    assert len(problems) == (problem is not None)
+    assert problem is None or problem in problems[0]
+
+
 def test_every_kept_result_is_in_the_index():
     assert {path.name for path in RESULTS.iterdir()} - {"index.toml"} == set(COMMITS)
 
