@@ -49,13 +49,6 @@ KINDS = (
     *(f"{n}window{b}" for n in ("", "narrow ") for b in ("", " behind")),
 )
 
-MASKS = {
-    "causal": {"is_causal": True},
-    "window": {"window_size": (7, 3)},
-    "left": {"window_size": (7, -1)},
-    "right": {"window_size": (-1, 3), "equal_lengths": False},
-}
-
 
 @pytest.fixture
 def of_tables(monkeypatch):
@@ -126,13 +119,6 @@ class TestExpectedTime:
     def test_expected_time_with_gradients(self, dtype):
         got = expected_us(call(needs_grad=True, dtype=dtype), SIZE)
         assert got == {"token_tiled": 1, "torch_flash": 2}
-
-    @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
-    def test_expected_time_of_masks(self, options):
-        assert expected_us(call(**options), SIZE) == {"token_tiled": 13, "torch_flash": 17}
-
-    def test_expected_time_in_float32(self):
-        assert expected_us(call(dtype=torch.float32), SIZE) == {"torch_efficient": 3, "token_tiled": 7}
 
     def test_expected_time_without_measurements(self, of_tables):
         assert expected_us(call(dtype=torch.float32, needs_grad=True), SIZE) == {}
@@ -309,12 +295,6 @@ class TestOnACPU:
     def test_order_on_a_cpu_is_fixed(self):
         assert fastest_first(call(device=torch.device("cpu"), dtype=torch.float32), SIZE) == ("cpu", "reference")
 
-    def test_explain_on_a_cpu_reads_no_measurements(self):
-        x = torch.randn(7, 3, 5)
-        explanation = nta.explain(x, x, x, nta.SequenceLayout.from_lengths([3, 4]))
-        assert explanation.chosen == "cpu"
-        assert not explanation.expected_us
-
 
 class TestMeasurements:
     @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -339,15 +319,6 @@ class TestMeasurements:
                     measured = torch.float32 if dtype == "float32" else torch.bfloat16
                     assert measured in BACKENDS[name].dtypes, (*at, name)
                     assert max(dims) <= BACKENDS[name].head_dims.most, (*at, name)
-
-    @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-    def test_measurements_order_all_backends(self, dtype, needs_grad):
-        for head_dim in (8, 64, 80, 128, 192, 256, 512):
-            spec = call(dtype=dtype, needs_grad=needs_grad, head_dim=head_dim, value_dim=head_dim)
-            order = fastest_first(spec, SIZE)
-            assert sorted(order) == sorted(set(BACKENDS) - {"cpu"})
-            assert order[-1] == "reference"
 
 
 def test_split_kv_is_the_first_for_few_queries(measured, monkeypatch):

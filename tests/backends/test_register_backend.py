@@ -330,34 +330,18 @@ class TestGraphs:
             self.results(function)
         assert ran == {"forward": 2, "backward": 2}
 
-    def test_under_auto(self, fresh_compiler, counting, ran):
+    def test_a_registration_compiles_no_graph_again(self, fresh_compiler, counting, ran):
+        """Under "auto", a backend with a time runs in the graph that is there, and not after its removal."""
         function = self.compiled()
         expected = self.results(function)
-        assert ran["forward"] == 0
-        with nta.register_backend(variant(counting, expected_us=lambda *_: 1.0)):
-            found = self.results(function)
-        assert ran == {"forward": 1, "backward": 1}
-        for x, y in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, y)
-        self.results(function)
-        assert ran == {"forward": 1, "backward": 1}
-
-    @pytest.mark.parametrize("backend", ["auto", "cpu"])
-    def test_a_registration_compiles_no_graph_again(self, fresh_compiler, backend):
-        function = self.compiled(backend)
-        self.results(function)
         with torch.compiler.set_stance("fail_on_recompile"), nta.register_backend(TOY):
             self.results(function)
-
-    @pytest.mark.sweep
-    def test_a_backend_without_backward_breaks_the_graph(self, fresh_compiler):
-        def function(x, offsets):
-            layout = nta.SequenceLayout.from_offsets(offsets)
-            return nta.varlen_attention(x, x, x, layout, is_causal=True, backend="toy")
-
-        with nta.register_backend(DIFFERENTIABLE):
-            for x, y in zip(self.results(torch.compile(function, backend="aot_eager")), self.expected(), strict=True):
-                torch.testing.assert_close(x, y)
+        assert ran["forward"] == 0
+        with nta.register_backend(variant(counting, expected_us=lambda *_: 1.0)):
+            torch.testing.assert_close(self.results(function), expected)
+        for _ in range(2):
+            assert ran == {"forward": 1, "backward": 1}
+            self.results(function)
 
 
 def test_threads_register_while_others_call(attention_inputs):
@@ -384,7 +368,7 @@ def test_threads_register_while_others_call(attention_inputs):
     threads = [threading.Thread(target=run, args=(each,)) for each in work]
     for thread in threads:
         thread.start()
-    stop.wait(1.0)
+    stop.wait(0.3)
     stop.set()
     for thread in threads:
         thread.join()

@@ -114,20 +114,6 @@ class TestNotSupported:
         message = support.reasons(flash_attn_4.BACKEND, spec)
         assert [line.split(" ")[0] for line in message] == ["'softcap'", "'window'"]
 
-    @pytest.mark.parametrize(
-        ("backend", "spec"),
-        [
-            (flash_attn_4, call(264)),
-            (token_tiled, call(dtype=torch.float64)),
-            (torch_flash, call(softcap=3.0)),
-            (flash_attn_4, call(device=torch.device("cpu"))),
-        ],
-    )
-    def test_documented_limits_come_first(self, backend, spec):
-        assert support.reasons(backend.BACKEND, spec) == backend.BACKEND.unsupported(spec) != []
-        with by_documentation():
-            assert support.reasons(backend.BACKEND, spec) == backend.BACKEND.unsupported(spec)
-
     @pytest.mark.parametrize(("dims", "kv_heads"), [((192, 128), 2), ((160, 96), 1)])
     def test_grouped_heads_at_192_and_128(self, dims, kv_heads):
         (reason,) = support.reasons(flash_attn_4.BACKEND, call(*dims, needs_grad=True, num_kv_heads=kv_heads))
@@ -196,23 +182,6 @@ class TestHeadDims:
 
 
 class TestByDocumentation:
-    def test_nested_contexts(self, verified):
-        spec = call(window_size=(7, 3))
-
-        def refused():
-            return bool(support.reasons(flash_attn_4.BACKEND, spec))
-
-        assert refused()
-        assert support.uses_results.get()
-        with by_documentation():
-            assert not refused()
-            with by_documentation():
-                assert not refused()
-                assert not support.uses_results.get()
-            assert not refused()
-        assert refused()
-        assert support.uses_results.get()
-
     def test_by_documentation_without_verified_support(self, not_verified):
         for backend in (flash_attn_2, flash_attn_4, torch_flash, torch_efficient, token_tiled):
             assert support.reasons(backend.BACKEND, call(needs_grad=True, is_causal=True, **CROSS)) == []

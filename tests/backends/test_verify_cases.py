@@ -10,9 +10,7 @@ from verified_cases import FEW, FEW_KEYS, case, few_runs  # noqa: F401
 from verify_backends import Finding, cases_of, run_case
 
 from nt_attention.kernels import support
-from nt_attention.kernels.backend import HeadDims
-from nt_attention.kernels.backends import cpu, flash_attn_4, reference
-from nt_attention.kernels.call import FEATURES, AttentionSpec
+from nt_attention.kernels.backends import cpu, reference
 from nt_attention.kernels.select import BACKENDS
 
 pytestmark = pytest.mark.usefixtures("few_runs")
@@ -55,11 +53,6 @@ class TestCPUBackend:
         found = run_case(dataclasses.replace(first, workload=workload), CPU)
         assert found.result == ("forward" if feature == "paged" else "both"), found.details
         assert found.case.which == feature
-
-    def test_check_of_a_feature_that_is_not_supported(self):
-        found = run_case(case("batch_invariant", "cpu", options={"batch_invariant": True}), CPU)
-        assert found.result == "no"
-        assert found.details == "backend='cpu': it cannot run this call."
 
 
 def scaled(which, factor):
@@ -156,44 +149,6 @@ class TestOtherFaults:
         found = run_case(case("batch_invariant", options={"batch_invariant": True}), CPU)
         assert (found.result, found.details) == ("forward", "a sequence alone gave other bits than in the batch")
 
-    @pytest.mark.parametrize("feature", ["softcap", "alibi", "relative bias", "score_mod", "mask_mod"])
-    def test_ignored_option(self, fake, feature):
-        def forward(query, key, value, call):
-            spec = dataclasses.replace(call.spec, **ignored)
-            call = call._replace(spec=spec, alibi_slopes=None, relative=None)
-            return reference.forward(query, key, value, call)
-
-        ignored = {"softcap": 0.0, "score_mod": None, "mask_mod": None, "alibi": False, "relative": ()}
-        options = verify_backends.FIELDS[feature]["options"]
-        assert run_case(case(feature, "reference", options=options), CPU).result == "both"
-        fake(forward=forward, backward=None, traits={"differentiable"}, features=frozenset(FEATURES))
-        found = run_case(case(feature, options=options), CPU)
-        assert found.result == "no"
-        assert found.details.startswith("output off by ")
-
-    @pytest.mark.parametrize(
-        ("error", "details"),
-        [
-            (RuntimeError("no kernel image\nis available"), "no kernel image"),
-            (ValueError("x" * 1000), "x" * 120),
-            (NotImplementedError("not for 80"), "not for 80"),
-            (AssertionError(), "AssertionError"),
-            (
-                TypeError("varlen_fwd(): incompatible function arguments"),
-                "varlen_fwd(): incompatible function arguments",
-            ),
-        ],
-        ids=lambda x: type(x).__name__ if isinstance(x, Exception) else "",
-    )
-    @pytest.mark.parametrize("when", ["forward", "backward"])
-    def test_raised_error(self, fake, error, details, when):
-        def failing(*_):
-            raise error
-
-        fake(**{"out" if when == "forward" else "grads": failing})
-        found = run_case(case(), CPU)
-        assert (found.result, found.details) == ("no" if when == "forward" else "forward", details)
-
 
 DROPPED = {"options": {"dropout_p": 0.2}, "head_dim": 8, "value_dim": 8, "lengths": (1, 129, 0, 17, 300)}
 
@@ -213,27 +168,6 @@ class TestDropout:
         fake(forward=forward, backward=None, traits={"differentiable"})
         found = run_case(case("dropout", **DROPPED), CPU)
         assert (found.result, found.details) == ("no", "nothing was dropped")
-
-    @pytest.mark.parametrize(
-        ("factor", "result"), [((1.1, 1.0), "no"), ((1.0, 1.1), "forward")], ids=["not-rescaled", "wrong-gradient"]
-    )
-    def test_dropout_is_wrong(self, fake, factor, result):
-        def forward(query, key, value, problem):
-            forth, back = factor
-            value = value * back - (value * (back - 1)).detach()  # its gradient is off, and it is not
-            out, *rest = reference.forward(query, key, value, problem)
-            return out * forth, *rest
-
-        fake(forward=forward, backward=None, traits={"differentiable"})
-        assert run_case(case("dropout", **DROPPED), CPU).result == result
-
-    def test_backward_drops_other_weights(self, fake):
-        def backward(saved, query, key, value, problem):
-            return reference.backward(saved._replace(rng_state=saved.rng_state + 1), query, key, value, problem)
-
-        features = cpu.BACKEND.features | {"dropout"}
-        fake(forward=reference.forward, backward=backward, features=features)
-        assert run_case(case("dropout", **DROPPED), CPU).result == "forward"
 
 
 class TestCases:
@@ -256,44 +190,3 @@ class TestCases:
                 assert c.which == (str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}")
                 assert head_dim % backend.head_dims.multiple == value_dim % backend.head_dims.multiple == 0
                 assert head_dim == value_dim or not backend.head_dims.equal
-
-    @pytest.mark.parametrize("feature", FEATURES)
-    def test_cases_of_a_feature_need_it(self, feature):
-        """`AttentionSpec.features` has the same names, so that support is read from the row where it was written."""
-        backend = dataclasses.replace(cpu.BACKEND, features=frozenset(FEATURES))
-        for c in (c for c in cases_of(backend) if c.which == feature):
-            workload = c.workload
-            options = dict(workload.options)
-            alibi, relative = options.pop("alibi_slopes", None), options.pop("relative", None)
-            spec = AttentionSpec(
-                *(CPU, c.dtype, workload.heads, workload.kv_heads, workload.head_dim, workload.value_dim),
-                **{"scale": 0.3, "alibi": alibi is not None, "needs_grad": True} | options,
-                relative=() if relative is None else ("bias",),
-                equal_lengths=workload.key_lengths is None,
-                keyless=not min(workload.key_lengths or workload.lengths),
-                bounded=c.which == "bounds",  # their inputs get other layouts, see `CHANGES`
-                paged=c.which == "paged",
-            )
-            assert feature in spec.features
-
-    def test_cases_of_head_dims_that_are_not_declared(self):
-        """Head dims that the backend does not declare are verified too."""
-        verified = {c.which for c in cases_of(flash_attn_4.BACKEND) if c.kind == "head dims"}
-        assert {"16", "80", "64/128", "192/128"} <= verified
-
-    def test_no_cases_for_the_reference(self):
-        assert not list(cases_of(reference.BACKEND))
-
-    @pytest.mark.parametrize(("dims", "listed"), [((16, 24), "16/24"), ((64, 64), "64")])
-    def test_head_dim_is_verified_without_padding(self, dims, listed, fake):
-        """It is not padded to a head dim that is known to be right."""
-        head_dims = []
-
-        def forward(query, key, value, problem):
-            head_dims.append((query.shape[2], value.shape[2]))
-            raise RuntimeError("seen")
-
-        fake(forward=forward, head_dims=HeadDims(only=((64, 64), (128, 128))))
-        found = run_case(case(listed, head_dim=dims[0], value_dim=dims[1]), CPU)
-        assert (found.result, found.details) == ("no", "seen")
-        assert head_dims == [dims]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from importlib.metadata import version
 
 import pytest
@@ -101,14 +100,6 @@ class TestResults:
         assert checked.head_dims(flash_attn_4.BACKEND, dataclasses.replace(spec, needs_grad=True)) == (128, 128)
         assert "was not run" in checked.reasons(torch_flash.BACKEND, spec)[0]
 
-    def test_saved_results_that_were_not_verified_again_are_kept(self, findings, tmp_path):
-        file, results = tmp_path / "sm90.json", check.summarize(findings)
-        check.save(results, CPU, file, COMMAND)
-        again = self.finding("flash_attn_4", torch.bfloat16, "head dims", "16", 16, "both", "…")
-        check.save(check.summarize([again]), CPU, file, COMMAND)
-        results["flash_attn_4"]["bfloat16"]["head dims"]["16"] = "both"
-        assert json.loads(file.read_text())["results"] == results
-
 
 class TestCheckCommand:
     @pytest.fixture(autouse=True)
@@ -130,29 +121,8 @@ class TestCheckCommand:
         assert lines[4].split() == ["float32", "features", "right:", "grouped", "heads"]
         assert len(lines) == 5
 
-    def test_check_saves_to_a_file(self, tmp_path, capsys):
-        file = tmp_path / "a" / "b" / "support.json"
-        main(["--device", "cpu", "--backends", "cpu", "--which", "16", "--save", str(file)])
-        assert json.loads(file.read_text())["results"] == {"cpu": {"float32": {"head dims": {"16": "both"}}}}
-        assert f"saved in {file}" in capsys.readouterr().out
-
     def test_check_save_without_a_file_needs_a_gpu(self, capsys):
         with pytest.raises(SystemExit) as exit:
             main(["--device", "cpu", "--backends", "cpu", "--save"])
         assert exit.value.code == 2
         assert "--save without a file is for a CUDA device" in capsys.readouterr().err
-
-
-def end_process(case, device):
-    if case.which == "16":
-        os.abort()
-    return Finding(case, "both", "…")
-
-
-@pytest.mark.sweep
-def test_kernel_that_ends_its_process_fails_one_case_only(monkeypatch):
-    monkeypatch.setattr(check, "run_case", end_process)
-    names = ["8", "16", "24"]
-    found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 2)
-    results = {each.case.which: (each.result, each.details) for each in found}
-    assert results == dict.fromkeys(names, ("both", "…")) | {"16": ("no", "it ended its process")}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_in_processes
+from processes import Pool, run_in_processes
 
 
 def sum_of_ranks(more):
@@ -19,12 +19,14 @@ def fail_on_rank_1():
     dist.barrier()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_results_of_all_ranks(world):
+def test_results_of_all_ranks():
+    world = 2
     assert run_in_processes(world, sum_of_ranks, 0.5) == [np.array(sum(range(world)) + 0.5 * world)] * world
 
 
 def test_an_error_of_one_rank_is_raised():
+    """And its processes are ended. They are not those of other tests."""
+    pool = Pool(2, "gloo")
     with pytest.raises(AssertionError, match="ValueError: wrong"):
-        run_in_processes(2, fail_on_rank_1)
-    assert len(run_in_processes(2, sum_of_ranks, 1)) == 2
+        pool.run(fail_on_rank_1, ())
+    assert not any(process.is_alive() for process in pool.processes)

@@ -191,7 +191,7 @@ def backward(out, inputs):
     return grads
 
 
-CHECKPOINTED = [(3, [2, 1]), (4, [5])]  # ranks, lengths: with a rank that has no token
+CHECKPOINTED = [(2, [1]), (4, [5])]  # ranks, lengths: with a rank that has no token
 
 
 @covering({"which": range(len(CHECKPOINTED)), "backend": ["cpu", "reference"], "use_reentrant": [False, True]})
@@ -367,6 +367,52 @@ def test_no_collective_where_nothing_is_cut():
     assert run_in_processes(2, collectives, [16]) == [2, 2]
 
 
+def changed_in_place():
+    sharded = nta.SequenceLayout.from_lengths([9, 4]).shard(mesh_of_all())
+    leaf = torch.randn(sharded.total, 2, 4, requires_grad=True)
+    slopes = torch.ones(2)
+    local = DTensor.from_local(
+        leaf.detach(), sharded.mesh, [Shard(0)], run_check=False, shape=(13, 2, 4), stride=(8, 4, 1)
+    )
+    for x in (leaf * 1, local.requires_grad_(), slopes):
+        query, options = (leaf, {"alibi_slopes": slopes}) if x is slopes else (x, {})
+        out = nta.varlen_attention(query, query, query, sharded, is_causal=True, **options)
+        with torch.no_grad():
+            x.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (out.to_local() if isinstance(out, DTensor) else out).sum().backward()
+
+
+def test_changes_in_place():
+    run_in_processes(2, changed_in_place)
+
+
+def modes():
+    """A backward runs twice, also on a rank without tokens; inference mode; autocast; no second derivatives."""
+    mesh = mesh_of_all()
+    few = nta.SequenceLayout.from_lengths([0, 1]).shard(mesh)
+    q = torch.randn(few.total, 2, 4, requires_grad=True)
+    out = nta.varlen_attention(q, q, q, few, backend="reference").sum()
+    first, second = (torch.autograd.grad(out, q, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    sharded = nta.SequenceLayout.from_lengths([9, 4]).shard(mesh)
+    q = torch.randn(sharded.total, 2, 4, requires_grad=True)
+    out = nta.varlen_attention(q, q, q, sharded, is_causal=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(nta.varlen_attention(*[q.clone()] * 3, sharded, is_causal=True), out.detach())
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = nta.varlen_attention(q, q, q, sharded, is_causal=True)
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+        assert q.grad.dtype == torch.float32
+
+
+def test_modes_of_autograd():
+    run_in_processes(2, modes)
+
+
 def errors():
     mesh = init_device_mesh("cpu", (2,))
     layout = nta.SequenceLayout.from_lengths([6, 2])
@@ -376,6 +422,12 @@ def errors():
     def attend(*args, **options):
         return nta.varlen_attention(*args, **options)
 
+    want = attend(q, q, q, sharded, window_size=(4, -1))
+    torch.testing.assert_close(attend(q, q, q, sharded, window_size=[4, -1]), want)
+    strided = torch.nested.nested_tensor([torch.randn(6, 4, 8), torch.randn(2, 4, 8)])
+    whole = layout.shard(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"])
+    assert attend(strided, strided, strided, whole, is_causal=True).is_nested
+
     for match, call in {
         "must have the 4 rows of rank": lambda: attend(torch.randn(8, 2, 4), q, q, sharded),
         "dropout is not supported": lambda: attend(q, q, q, sharded, dropout_p=0.1),
@@ -383,6 +435,7 @@ def errors():
         "must be a ShardedLayout": lambda: attend(q, q, q, sharded, layout),
         "mesh must be a DeviceMesh": lambda: layout.shard(None),
         "window_size": lambda: layout.shard(mesh, window_size=(-5, 0)),
+        "two integers": lambda: attend(q, q, q, sharded, window_size=(4.0, -1.0)),  # after a good one
         "must have one dimension": lambda: layout.shard(init_device_mesh("cpu", (2, 1))),
     }.items():
         with pytest.raises((ValueError, TypeError), match=match):

@@ -98,6 +98,14 @@ def check(options, form, lengths, key_lengths=None, mesh=None, **masks):
         close(one, other)
 
 
+def mask_mod(b, h, i, j):
+    return (i + j + h + b) % 3 > 0
+
+
+def score_mod(score, b, h, i, j):
+    return score * (h + 1) + b - j
+
+
 def check_forms(options, lengths, **more):
     for form in (as_packed, as_nested, as_dtensor):
         check(options, form, lengths, **more)
@@ -105,20 +113,13 @@ def check_forms(options, lengths, **more):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_self_attention(name):
-    run_in_processes(2, functools.partial(check_forms, OPTIONS[name], LENGTHS, is_causal=True))
+    """One option with mods."""
+    more = {"mask_mod": mask_mod, "score_mod": score_mod} if name == "separate" else {}
+    world, is_causal = 4 if name == "rotary" else 2, name not in ("fused", "two_sided_window")
+    run_in_processes(world, functools.partial(check_forms, OPTIONS[name], LENGTHS, is_causal=is_causal, **more))
 
 
-def test_on_four_ranks():
-    run_in_processes(4, functools.partial(check_forms, OPTIONS["rotary"], LENGTHS, is_causal=True))
-
-
-@pytest.mark.parametrize("name", ["fused", "two_sided_window", "rotary"])
-def test_without_a_causal_mask(name):
-    run_in_processes(2, functools.partial(check, OPTIONS[name], as_nested, LENGTHS))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["separate", "grouped", "rotary"])
+@pytest.mark.parametrize(("name", "is_causal"), [("separate", False), ("grouped", True), ("rotary", False)])
 def test_cross_attention(name, is_causal):
     more = {"key_lengths": KEY_LENGTHS, "is_causal": is_causal}
     run_in_processes(2, functools.partial(check_forms, OPTIONS[name], LENGTHS, **more))
@@ -128,21 +129,6 @@ def test_cross_attention(name, is_causal):
 def test_a_rank_without_tokens(lengths):
     for name in ("separate", "rotary"):
         run_in_processes(2, functools.partial(check_forms, OPTIONS[name], lengths, is_causal=True))
-
-
-def check_mods():
-    def mask_mod(b, h, i, j):
-        return (i + j + h + b) % 3 > 0
-
-    def score_mod(score, b, h, i, j):
-        return score * (h + 1) + b - j
-
-    for form in (as_packed, as_nested):
-        check({"backend": "reference"}, form, LENGTHS, mask_mod=mask_mod, score_mod=score_mod)
-
-
-def test_mods():
-    run_in_processes(2, check_mods)
 
 
 def check_changes_in_place():

@@ -1,5 +1,6 @@
 """NestedTensors with a `ShardedLayout`: `local`, `gather` and `varlen_attention`, against one process."""
 
+import copy
 import functools
 
 import pytest
@@ -9,6 +10,8 @@ from processes import run_in_processes
 from ranks import mesh_of_all
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import nt_attention as nta
@@ -137,39 +140,6 @@ def test_cross_attention():
     run_in_processes(2, attention, False, [30, 4, 7, 9, 41])
 
 
-CHANGES = {
-    "query": lambda q, k, v, out: q.mul_(2),
-    "values of the key": lambda q, k, v, out: k.values().mul_(2),
-    "value": lambda q, k, v, out: v.detach().mul_(2),
-    "output": lambda q, k, v, out: out.mul_(2),
-    "values of the output": lambda q, k, v, out: out.values().mul_(2),
-}
-
-
-def changed(change):
-    """A change in place before the backward raises an error, or the gradients are right."""
-    layout, sharded = shard([30, 20])
-    rows = [rows_of(layout, 2, 4).requires_grad_() for _ in range(3)]
-    local = [sharded.local(layout.to_nested(x)) for x in rows]
-    out = nta.varlen_attention(*local, sharded, is_causal=True)
-    loss = (out * sharded.local(layout.to_nested(rows_of(layout, 2, 4) + 1))).values().sum()
-    expected = torch.autograd.grad(loss, rows, retain_graph=True)
-    with torch.no_grad():
-        CHANGES[change](*local, out)
-    try:
-        found = torch.autograd.grad(loss, rows)
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        return
-    close(found, expected)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_in_place(change):
-    run_in_processes(2, changed, change)
-
-
 class Block(nn.Module):
     """Attention and a feed-forward layer on NestedTensors."""
 
@@ -214,10 +184,34 @@ def model(lengths, fsdp, checkpoints):
         close(one, other)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, [0, 1]])
-@pytest.mark.parametrize(("fsdp", "checkpoints"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("lengths", "fsdp", "checkpoints"), [([0, 1], False, False), (LENGTHS, True, True)])
 def test_a_model_of_nested_tensors(lengths, fsdp, checkpoints):
     run_in_processes(2, model, lengths, fsdp, checkpoints)
+
+
+def data_parallel():
+    """Without a `ShardedLayout`, each rank has a batch of its own, and the gradients are those of the mean loss."""
+    batches = [rows_of(nta.SequenceLayout.from_lengths(lengths), 12) for lengths in RANKS]
+
+    def loss_of(call, rank):
+        layout = nta.SequenceLayout.from_lengths(RANKS[rank])
+        return call(layout.to_nested(batches[rank])).values().square().sum()
+
+    torch.manual_seed(5)
+    block = Block().double()
+    want = torch.autograd.grad((loss_of(block, 0) + loss_of(block, 1)) / 2, [*block.parameters()])
+    for wrap in (DistributedDataParallel, fully_shard):
+        each = copy.deepcopy(block)
+        wrapped = wrap(each)  # which must live until the backward
+        loss_of(wrapped, dist.get_rank()).backward()
+        close([x.full_tensor() if isinstance(x, DTensor) else x for x in (p.grad for p in each.parameters())], [*want])
+
+
+RANKS = [5, 1, 7], [2, 0, 11, 3]
+
+
+def test_data_parallel_ranks():
+    run_in_processes(2, data_parallel)
 
 
 def errors():

@@ -26,8 +26,12 @@ import torch
 SECONDS = 120  # for a test
 _pools: dict[tuple[int, str], Pool] = {}
 _context = multiprocessing.get_context("forkserver")
+# What the tests import, so that not each process does.
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "nt_attention", "transformers.trainer", "accelerate"]
+    [
+        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "nt_attention", "transformers.trainer"),
+        *("accelerate", "pytest", "transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama"),
+    ]
 )
 
 

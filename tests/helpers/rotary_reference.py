@@ -5,11 +5,8 @@ Dimensions: L tokens of a sequence, H heads, D head dim.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers import GPTNeoXConfig
 
 from nt_attention.modules.rotary import Rotary
 
@@ -35,14 +32,3 @@ def rotated_by_complex_numbers(
     numbers = torch.complex(first, second) * torch.polar(torch.full_like(angles, factor), angles)
     both = torch.stack([numbers.real, numbers.imag], -1 if interleaved else -2).flatten(-2)
     return torch.cat([both, rest], -1)
-
-
-def neox_config(**more: Any) -> GPTNeoXConfig:
-    rope = {"rope_type": "default", "rope_theta": 503.0, "partial_rotary_factor": 3 / 7}
-    return GPTNeoXConfig(
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        rope_parameters=rope,
-        attn_implementation="eager",
-        **more,
-    )

@@ -51,20 +51,6 @@ class TestCachedOffsets:
         assert SequenceLayout.from_offsets(offsets, bound).lengths.tolist() == [2, 4]
         assert layout.lengths.tolist() == [5, 1]
 
-    def test_from_lengths_reads_no_offsets(self, reads):
-        layout = SequenceLayout.from_lengths(LENGTHS)
-        reads.clear()
-        assert SequenceLayout.from_offsets(layout.offsets) is layout
-        assert reads == []
-
-    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-    def test_to_nested_and_attention_read_no_offsets_again(self, reads, dtype):
-        layout = SequenceLayout.from_offsets(torch.tensor([0, 5, 5, 6], dtype=dtype))
-        made = layout.to_nested(torch.randn(6, 3, 5))
-        reads.clear()
-        varlen_attention(made, made, made)
-        assert reads == []
-
     def test_second_call_reads_no_offsets(self, reads):
         values = torch.randn(13, 3, 5)
         made = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 5, 6, 13]))

@@ -1,8 +1,6 @@
 """The constructors of `SequenceLayout`, its properties, copies and pickles."""
 
-import copy
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -11,33 +9,6 @@ from layouts import LENGTHS, MAKERS
 
 from nt_attention import SequenceLayout, varlen_attention
 from nt_attention.layouts import cache
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("pickled", [False, True])
-def test_offsets_of_a_layout_give_the_same_layout(monkeypatch, make, pickled):
-    layout = make(LENGTHS)
-    layout = pickle.loads(pickle.dumps(layout)) if pickled else layout
-    monkeypatch.setattr(cache, "_read", None)  # nothing is read again
-    for offsets in (layout.offsets, layout.cu_seqlens, layout.operator_offsets):
-        other = SequenceLayout.from_offsets(offsets)
-        assert (other.offsets.dtype, other.cu_seqlens.dtype) == (torch.int64, torch.int32)
-        assert other.offsets.tolist() == other.cu_seqlens.tolist() == layout.host_offsets.tolist()
-
-
-@pytest.mark.parametrize("dtype", [None, torch.int32, torch.int64])
-@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x])
-def test_layouts_are_freed(dtype, use):
-    x, before = torch.randn(sum(LENGTHS), 2, 8), len(cache._entries)
-    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
-    layout = SequenceLayout.from_lengths(LENGTHS) if dtype is None else SequenceLayout.from_offsets(offsets.to(dtype))
-    other = use(layout)
-    varlen_attention(x, x, x, layout), varlen_attention(x, x, x, other)
-    freed = [weakref.ref(tensor) for each in (layout, other) for tensor in (each.offsets, each.cu_seqlens)]
-    del layout, other, offsets
-    gc.collect()
-    assert not any(reference() is not None for reference in freed)
-    assert len(cache._entries) <= before
 
 
 @pytest.mark.parametrize("make", [MAKERS["list"], MAKERS["mask"]], ids=["list", "mask"])
@@ -49,13 +20,6 @@ def test_nested_tensors_are_not_read_after_their_layout_is_freed(monkeypatch, ma
     gc.collect()
     monkeypatch.setattr(cache, "_read", None)
     torch.testing.assert_close(varlen_attention(nested, nested, nested).values(), want)
-
-
-def test_nested_tensors_of_a_layout_can_be_added_to_the_one_it_was_made_from():
-    values = torch.randn(6, 3)
-    nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 5, 6]))
-    total = SequenceLayout.from_nested(nested).to_nested(values) + nested
-    torch.testing.assert_close(total.values(), 2 * values)
 
 
 def test_a_layout_keeps_no_tensor_of_the_user():

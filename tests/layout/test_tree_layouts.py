@@ -44,16 +44,12 @@ def check(tree, **options):
     got = varlen_attention(q, k, v, tree, is_causal=True, return_lse=True, **options)
     repeated = [tree.expand(x) for x in (q, k, v)]
     want = varlen_attention(*repeated, tree.sequences, is_causal=True, return_lse=True, **options)
+    assert not got[0][tree.total :].any()
     got = [tree.expand(x) for x in got]
     torch.testing.assert_close(got, list(want), rtol=1e-9, atol=1e-9)
     weights = [torch.randn_like(x) for x in want]
     grads = [torch.autograd.grad(each, (q, k, v), weights) for each in (got, want)]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "causal")
-def test_sequences_with_a_shared_prefix(options):
-    check(TREE, **options)
 
 
 @pytest.mark.parametrize("way", [ways.JOINED, ways.COPIED])
@@ -239,36 +235,14 @@ def test_expand_and_collapse_with_second_derivatives(shape):
         assert torch.equal(got, torch.zeros_like(x).index_add(0, index, rounded.double()).to(dtype).double())
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_function_transforms(backend):
-    q, k, v = (x.detach() for x in draw(TREE.total))
-
-    def attend(key):
-        return varlen_attention(q, key, v, TREE, is_causal=True, backend=backend)
-
-    leaf = k.clone().requires_grad_()
-    (want,) = torch.autograd.grad(attend(leaf).sum(), leaf)
-    torch.testing.assert_close(torch.func.grad(lambda key: attend(key).sum())(k), want)
-    torch.testing.assert_close(torch.func.vjp(attend, k)[1](torch.ones_like(q))[0], want)
-    ones = torch.func.grad(lambda x: TREE.expand(x).sum())(k)
-    torch.testing.assert_close(ones, torch.autograd.grad(TREE.expand(leaf).sum(), leaf)[0])
-    if backend == "reference":  # kernels have first derivatives of one call only
-        torch.testing.assert_close(torch.func.jacrev(attend)(k).sum((0, 1, 2)), want)
-        rows = torch.autograd.functional.jacobian(attend, k, vectorize=True)
-        torch.testing.assert_close(rows.sum((0, 1, 2)), want)
-        dual = torch.func.jvp(attend, (k,), (v,))[1]
-        torch.testing.assert_close(dual.sum(), (want * v).sum())
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_one_graph_for_a_tree(backend):
+def test_one_graph_for_a_tree():
     torch._dynamo.reset()
     q, k, v = draw(TREE.total)
 
     def attend(q, k, v, tree):
         return varlen_attention(q, k, v, tree, is_causal=True)
 
-    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     got, want = compiled(q, k, v, TREE), varlen_attention(q, k, v, TREE, is_causal=True)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (got, want)))
@@ -336,17 +310,3 @@ ERRORS = [
 def test_errors(function, message):
     with pytest.raises((ValueError, TypeError), match=message):
         function(torch.randn(TREE.total, H, D))
-
-
-def test_prefixes_of_prefixes_in_any_order():
-    """Chosen answers and then rejected ones, with a system prompt before all prompts."""
-    system, prompts = [1] * 40, [[number] * 10 for number in (7, 5, 6)]
-    rows = [system + prompt + answer for answer in ([2, 3], [3, 2, 2]) for prompt in prompts]
-    tokens, layout = (
-        torch.tensor([x for row in rows for x in row]),
-        nta.SequenceLayout.from_lengths([len(row) for row in rows]),
-    )
-    tree = nta.TreeLayout.from_prefixes(tokens, layout, sort=True)
-    assert tree.total == 40 + 3 * (10 + 2 + 3)
-    assert tree.sequences.lengths.tolist() == [len(row) for row in rows]
-    assert tree.expand(tree.collapse(tokens)).tolist() == tokens.tolist()

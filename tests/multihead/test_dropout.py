@@ -10,7 +10,6 @@ import torch
 from multihead_cases import (
     EMBED,
     FORMS,
-    HEADS,
     KEY_LENGTHS,
     LENGTHS,
     STOCK,
@@ -139,11 +138,3 @@ def test_ragged_attention_weights_are_returned_after_dropout(form, name):
     products = torch.einsum("bhls,bshd->blhd", weights, torch.stack(values)).flatten(2)
     want = torch.cat([x[:length] for x, length in zip(module.out_proj(products), LENGTHS, strict=True)])
     torch.testing.assert_close(out, want)
-
-
-def test_eval_has_no_dropout():
-    module = nta.VarlenMultiheadAttention(EMBED, HEADS, dropout=0.5, backend="reference")
-    x, layout = torch.randn(20, EMBED), nta.SequenceLayout.from_lengths([9, 11])
-    assert not torch.equal(module(x, x, x, layout=layout)[0], module(x, x, x, layout=layout)[0])
-    module.eval()
-    assert torch.equal(module(x, x, x, layout=layout)[0], module(x, x, x, layout=layout)[0])

@@ -4,7 +4,6 @@ import functools
 import itertools
 import logging
 import warnings
-from unittest import mock
 
 import peft
 import pytest
@@ -13,7 +12,6 @@ from parameters import with_random_parameters
 from sweeps import covering
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.nn.utils import parametrizations
 from transformer_layers import (
     BATCH,
@@ -136,57 +134,6 @@ def test_encoder_layer_on_padding_alone_is_nan_where_the_stock_layer_is(mode, ba
         close(got, stock(x, src_key_padding_mask=hidden))
 
 
-def test_encoder_detects_a_causal_mask_and_passes_is_causal():
-    x = double(1, LENGTH, EMBED)
-    mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64)
-    assert mask.dtype == torch.float64
-    assert torch.equal(mask == -torch.inf, causal(LENGTH))
-    assert _detect_is_causal_mask(mask, None, LENGTH)
-    assert not any(_detect_is_causal_mask(m, None, LENGTH) for m in (torch.zeros_like(mask), None))
-    layer = with_our_attention(encoder_layer()).eval()
-    close(layer(x, src_mask=mask, is_causal=True), layer(x, src_mask=mask))
-    model = with_our_attention(encoder(2, enable_nested_tensor=False)).train()
-    out = model(x, mask=mask, is_causal=True)
-    close(out, model(x, mask=mask == -torch.inf))
-    out.square().mean().backward()
-    hints = []
-    for made in model.layers:
-        made.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: hints.append(kwargs["is_causal"]), with_kwargs=True
-        )
-    for given in (mask, mask == -torch.inf, torch.rand(LENGTH, LENGTH) > 2, None):
-        model(x, mask=given)
-    assert hints == [True, True, True, True, False, False, False, False]
-
-
-@BATCH_FIRST
-def test_encoder_trains_with_padding_and_refuses_integer_masks(batch_first):
-    model = with_our_attention(encoder(2, activation="gelu", dtype=None, batch_first=batch_first)).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    x = torch.randn(2, 4, EMBED) if batch_first else torch.randn(4, 2, EMBED)
-    hidden = padding([2, 3], 4)
-    losses = []
-    for _ in range(8):
-        out = model(x, src_key_padding_mask=hidden)
-        loss = F.mse_loss(*((y if batch_first else y.transpose(0, 1))[~hidden] for y in (out, x)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    for mode in MODES:
-        with in_mode(mode, model):
-            for wrong in (torch.uint8, torch.int64):
-                with pytest.raises(AssertionError, match="only bool and floating types"):
-                    model(x, src_key_padding_mask=hidden.to(wrong))
-    outs = []
-    for mode in MODES:
-        with in_mode(mode, model):
-            out = model(x, src_key_padding_mask=hidden)
-            outs.append((out if batch_first else out.transpose(0, 1))[~hidden])
-    torch.testing.assert_close(outs[1:], outs[:1] * 2, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("model", ["encoder layer", "encoder", "decoder layer"])
 def test_encoder_and_decoder_dropout_draw_what_stock_layers_draw(model):
     """Length first: stock's output has this memory layout in both cases, and the next dropout draws in its order."""
@@ -290,70 +237,6 @@ def test_layers_take_nested_tensors(kind, mode, how, norm_first, in_stack):
             leaves, incoming = [*itertools.chain(*inputs)], torch.randn_like(want)
             got = torch.autograd.grad(got, [*leaves, *ours.parameters()], incoming)
             close(got, torch.autograd.grad(want, [*leaves, *stock.parameters()], incoming))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "nested", "autocast"),
-    [
-        *itertools.product([(1, 1, 0), (98, 90)], [True, False], [False]),
-        ((98, 90), False, True),
-        ((1025, 1031), True, False),
-    ],
-)
-def test_encoder_fast_path_agrees_with_its_slow_path(lengths, nested, autocast):
-    longest = max(lengths) + 9 if min(lengths) else 2
-    model = with_our_attention(encoder(2, enable_nested_tensor=nested, dtype=None)).eval()
-    x, hidden = torch.rand(len(lengths), longest, EMBED), padding(lengths, longest)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        with torch.no_grad():
-            fast = model(x, src_key_padding_mask=hidden)
-        slow = model(x, src_key_padding_mask=hidden)
-    seen = ~hidden[:, : fast.shape[1]]
-    tolerance = {"rtol": 0.05, "atol": 0.1} if autocast else {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(fast[seen].float(), slow[:, : fast.shape[1]][seen].float(), **tolerance)
-
-
-@pytest.mark.parametrize(
-    ("enabled", "checked", "padded", "mask", "nested"),
-    [
-        (True, True, [[0, 0, 1]], None, True),
-        (True, True, [[1, 0, 1]], None, False),
-        (False, True, [[0, 0, 1]], None, False),
-        (False, True, [[1, 0, 1]], None, False),
-        (False, True, [[0, 0, 1]], [[0, 1, 0], [0, 0, 0], [1, 0, 0]], False),
-        (True, False, [[0, 0, 1]], None, True),
-        (True, False, [[1, 0, 1]], None, True),
-    ],
-)
-@torch.no_grad()
-def test_encoder_fast_path_takes_nested_tensors_where_stock_encoders_do(enabled, checked, padded, mask, nested):
-    model = with_our_attention(encoder(2, enable_nested_tensor=enabled, mask_check=checked)).eval()
-    arguments = {"src_key_padding_mask": torch.tensor(padded).bool()}
-    arguments["mask"] = None if mask is None else torch.tensor(mask).bool()
-    with mock.patch("torch._transformer_encoder_layer_fwd", wraps=torch._transformer_encoder_layer_fwd) as fused:
-        model(double(1, 3, EMBED), **arguments)
-    assert [call.args[0].is_nested for call in fused.call_args_list] == [nested] * 2
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@torch.no_grad()
-def test_fast_path_switch_reaches_encoders_and_transformers(enabled):
-    layers = with_our_attention(encoder(2)).eval()
-    whole = with_our_attention(nn.Transformer(EMBED, HEADS, 1, 1, 8, batch_first=True)).double().eval()
-    x, y = double(1, 3, EMBED), double(1, 4, EMBED)
-    fused = mock.Mock(wraps=torch._transformer_encoder_layer_fwd)
-    torch.backends.mha.set_fastpath_enabled(enabled)
-    try:
-        with mock.patch("torch._transformer_encoder_layer_fwd", fused):
-            for run in (
-                lambda: layers(x, src_key_padding_mask=torch.tensor([[True, False, True]])),
-                lambda: whole(x, y),
-            ):
-                fused.reset_mock()
-                run()
-                assert fused.called == enabled
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
 
 
 @pytest.mark.parametrize("hidden", [None, SOME_PADDED], ids=["whole", "padded"])

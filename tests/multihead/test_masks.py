@@ -213,21 +213,6 @@ def test_padded_tokens_are_not_projected_and_give_zero_and_finite_gradients():
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_lists_give_lists_with_the_same_lengths(kind, need_weights):
-    module = make("add_bias_kv")
-    parts = inputs_of(module, cross=True)
-    outs, weights = module(*map(kind, parts), need_weights=need_weights)
-    assert type(outs) is list
-    assert [x.shape for x in outs] == [x.shape for x in parts[0]]
-    assert (weights is None) == (not need_weights)
-    xs, memory = random_sequences(LENGTHS), random_sequences(KEY_LENGTHS)  # lists of the same tensors
-    for one, other in (((xs, xs, xs), (xs, list(xs), tuple(xs))), ((xs, memory, memory), (xs, memory, list(memory)))):
-        found = [torch.cat(module(*given)[0]) for given in (one, other)]
-        assert_same_results((found[0], None), (found[1], None), leaves_of(module, [xs, memory]))
-
-
 PAST_THE_END = [
     *itertools.product(
         ["packed", "nested"], [{}, {"need_weights": True}, {"attn_mask": torch.zeros(3, 3, dtype=torch.bool)}]

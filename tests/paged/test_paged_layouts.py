@@ -1,5 +1,8 @@
 """`PagedLayout`: its constructors, the rows of keys, and gathering them."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from pools import FORMS, cpu_only, make
@@ -34,6 +37,14 @@ def test_gather(form, page, dtype):
     assert layout.same_lengths(case.key_layout)
     assert torch.equal(keys, case.keys)
     assert torch.equal(values, case.values)
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies(copier):
+    for form in FORMS:
+        case = make([1, 2], [5, 7], form=form)
+        for got, want in zip(copier(case.paged).gather(*case.pools)[1], (case.keys, case.values), strict=True):
+            assert torch.equal(got, want)
 
 
 def test_rows_do_not_overflow():

@@ -33,7 +33,7 @@ def files(pattern):
 ARGUMENTS = {
     "sentence_embeddings": ["--limit", "24", "--batch-size", "8", "--repeats", "1"],
     "embed_paragraphs": ["--every", "200", "--batch-size", "4"],
-    "long_context": ["--steps", "3", "--length", "512"],
+    "long_context": ["--steps", "3", "--length", "256"],
     "fine_tune_lora": ["--steps", "4", "--hidden-size", "32"],
     "fine_tune_with_trainer": ["--steps", "5", "--hidden-size", "32"],
     "sentence_transformers_training": ["--steps", "4", "--hidden-size", "32"],

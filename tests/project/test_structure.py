@@ -1,6 +1,5 @@
 """What `tools/structure.py` counts, in a small package and in this one."""
 
-import ast
 import re
 import runpy
 from pathlib import Path
@@ -9,40 +8,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 STRUCTURE = runpy.run_path(str(ROOT / "tools" / "structure.py"))
-
-
-def kinds(code):
-    return [kind for _, kind in STRUCTURE["option_lists"](ast.parse(code))]
-
-
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
-        ("def f(x, *, is_causal, window_size, scale=None, softcap=0.0): ...", "signature"),
-        ("f(x, is_causal=a, window_size=b, scale=c, softcap=d)", "call"),
-        ("f(self.scale, float(self.softcap), mask_mod, dropout_p > 0, dropout_p)", None),
-        ("f(self.scale, float(self.softcap), mask_mod, dropout_p)", "call"),
-        ("x = *(a, is_causal, lower_right), *(*window_size, softcap)", "tuple"),
-        ("x = [is_causal, window_left, window_right, scale]", "list"),
-        ("x = {'is_causal': 1, 'scale': 2, 'softcap': 3, 'dropout_p': 4}", "dict"),
-        ("x = 'Tensor query, bool is_causal, int window_left, int window_right, float softcap=0.0'", "string"),
-        (
-            "class Options:\n    is_causal: bool\n    scale: float\n    softcap: float\n    score_mod: object",
-            "class body",
-        ),
-        (
-            "class AttentionSpec:\n    is_causal: bool\n    scale: float\n    softcap: float\n    score_mod: object",
-            None,
-        ),
-        ("varlen_attention(x, is_causal=a, window_size=b, scale=c, softcap=d)", None),
-        ("'''is_causal, window_size, scale, softcap'''", None),
-        ("f(is_causal, scale, softcap)", None),  # too few
-        ("f(softcap, scale, window_size, is_causal)", None),  # another order
-        ("f(is_causal, window_size, other, scale, softcap)", None),  # not one after another
-    ],
-)
-def test_option_lists(code, found):
-    assert kinds(code) == ([] if found is None else [found])
 
 
 @pytest.fixture

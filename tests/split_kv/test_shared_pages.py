@@ -13,7 +13,6 @@ from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS
 
 import nt_attention as nta
 from nt_attention.kernels.split_kv import launches, sharing, triton_kernels
-from nt_attention.layouts.bounded import BoundedLayout
 
 pytestmark = IGNORED_WARNINGS
 
@@ -236,20 +235,6 @@ def test_wrong_lengths_and_pages_give_nan_in_their_sequences(bundles):
     assert all(found.keys.lengths.all() for found in bundles)
 
 
-@pytest.mark.sweep
-def test_queries_whose_lengths_only_the_device_knows(bundles):
-    case = batch("a bundle of two prompts", [1, 3, 0, 2, 1, 1, 2, 1, 1, 0, 4, 1, 1])
-    want, want_lse = case.solve("split_kv", is_causal=True)
-    rows = len(case.query)
-    case.layout = BoundedLayout(case.layout.cu_seqlens.clone(), 5, rows + 5)
-    case.query = torch.cat([case.query, torch.randn(5, 4, 16, device=DEVICE)])
-    out, lse = case.solve("split_kv", is_causal=True)
-    torch.testing.assert_close(out[:rows], want)
-    torch.testing.assert_close(lse[:rows], want_lse)
-    assert (out[rows:] == 0).all()
-    assert len(bundles) == 2
-
-
 def test_no_queries(bundles):
     case = batch("one prompt", [0, 1, 0, 1, 0, 0, 2, 0])
     case.check("split_kv")
@@ -266,20 +251,6 @@ def test_more_chunks_than_splits(monkeypatch, bundles):
     case.share(0, 7, 40)
     case.check("split_kv", is_causal=True)
     assert int(bundles[0].keys.lengths[0]) == 640
-
-
-@pytest.mark.sweep
-def test_int64_tables_with_strides(bundles):
-    case = batch("two prompts", index_dtype=torch.int64)
-    paged = case.paged
-    wide = torch.zeros(16, 3, paged.table.shape[1], dtype=torch.int64, device=DEVICE)
-    wide[:, 1] = paged.table
-    case.paged = nta.PagedLayout(wide[:, 1], paged.lengths, 16)
-    case.check("split_kv")
-    case.paged = nta.PagedLayout(paged.table[5:6].expand(16, -1), paged.lengths, 16)
-    case.repack()
-    case.check("split_kv")
-    assert bundles[1].keys.lengths.tolist() == [64, 64]
 
 
 @pytest.mark.gpu

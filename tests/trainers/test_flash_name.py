@@ -4,12 +4,7 @@ import functools
 
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.losses import MultipleNegativesRankingLoss
-from test_sentence_transformers import TEXTS, contrast, embedder, saved
 from test_transformers import causal, make_trainer
-from test_trl import saved as saved_llama
-from test_trl import sft
 from training import assert_same, run
 from transformers import (
     AttentionInterface,
@@ -66,29 +61,6 @@ def test_trainer(trainer, packed, tmp_path):
     got = run(by_name, functools.partial(trainer, tmp_path / "got"), None)
     assert_same(got, want)
     assert [sequences for sequences, _ in packed] == [4, 4, 4]
-
-
-@pytest.mark.sweep
-def test_trl_sft_without_padding(packed, tmp_path):
-    more = {"padding_free": True, "max_length": None, "model_init_kwargs": {"attn_implementation": NAME}}
-    want = run(saved_llama, functools.partial(sft, tmp_path / "want"), None)
-    got = run(saved_llama, functools.partial(sft, tmp_path / "got", **more), None)
-    assert_same(got, want)
-    assert [sequences for sequences, _ in packed] == [4, 4, 4]
-
-
-def by_name_embedder():
-    return SentenceTransformer(saved(BertModel), device="cpu", model_kwargs={"attn_implementation": NAME})
-
-
-@pytest.mark.sweep
-def test_sentence_transformers(packed, tmp_path):
-    model = by_name_embedder()
-    torch.testing.assert_close(model.encode(TEXTS), embedder().encode(TEXTS), rtol=1e-4, atol=1e-5)
-    assert [sequences for sequences, _ in packed] == [32, 16]
-    train = functools.partial(contrast, MultipleNegativesRankingLoss)
-    want = run(embedder, functools.partial(train, tmp_path / "want"), None)
-    assert_same(run(by_name_embedder, functools.partial(train, tmp_path / "got"), None), want)
 
 
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6], [11, 12, 13]]

@@ -49,18 +49,6 @@ def test_trainer(patched, tmp_path):
     assert handle is None or handle.calls[None] == 2
 
 
-@pytest.mark.sweep
-def test_counts_are_those_of_this_training(tmp_path):
-    trainer = with_callback(tmp_path, causal(), PackingCallback(packing="always"))
-    trainer.model_init = causal
-    for _ in range(2):  # each training makes a model
-        trainer.train()
-        assert_logged(trainer)
-    again = with_callback(tmp_path, trainer.model, PackingCallback())
-    again.train()
-    assert_logged(again)
-
-
 @pytest.fixture
 def axolotl(monkeypatch):
     """Axolotl can't be installed beside the versions of torch and transformers that are needed here."""

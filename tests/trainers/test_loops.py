@@ -1,4 +1,4 @@
-"""accelerate's and Lightning's loops: losses as unpatched, patched before the model is handed over and after."""
+"""accelerate's loop: losses as unpatched, patched before the model is handed over and after."""
 
 from __future__ import annotations
 
@@ -56,43 +56,3 @@ def test_accelerate_loop_losses(precision, when, record):
     tolerance = 1e-5 if precision == "no" else 1e-2
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     assert handle.calls == {None: len(BATCHES)}
-
-
-def with_lightning(when, folder):
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self, model):
-            super().__init__()
-            self.model, self.losses = model, []
-
-        def training_step(self, batch):
-            loss = self.model(**batch).loss
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 1e-2)
-
-    model = make()
-    handle = nta.patch(model) if when == "before" else None
-    module = Module(model)
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=5, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
-    handle = nta.patch(module) if when == "after" else handle
-    module.train()
-    trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
-    return torch.tensor(module.losses), handle, lightning.__version__
-
-
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_lightning_fit_losses(when, record, tmp_path):
-    want, _, version = with_lightning(None, tmp_path)
-    got, handle, _ = with_lightning(when, tmp_path)
-    record(f"Lightning {version}", "Trainer.fit", when, handle)
-    assert len(got) == 5
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert handle.calls == {None: 5}

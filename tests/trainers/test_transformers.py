@@ -9,7 +9,6 @@ import warnings
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from cuda_graphs import GPU, cuda_graphs  # noqa: F401
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer
@@ -135,22 +134,6 @@ def test_trainer_predict(record, tmp_path):
     assert handle.calls[None] >= 1
 
 
-@pytest.mark.sweep
-def test_trainer_resume_from_checkpoint(tmp_path):
-    def losses(folder, patched, resume):
-        set_seed(0)
-        trainer = make_trainer(folder, causal(), save_strategy="steps", save_steps=2, max_steps=4)
-        if patched:
-            nta.patch(trainer.model)
-        trainer.train(resume_from_checkpoint=resume)
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    want = losses(tmp_path / "want", False, None)
-    losses(tmp_path / "got", True, None)
-    got = losses(tmp_path / "got", True, str(tmp_path / "got" / "checkpoint-2"))
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-5)
-
-
 def bert(kind, **more):
     set_seed(0)
     config = BertConfig(
@@ -164,10 +147,6 @@ def with_mask_token():
     found = tokenizer()
     found.add_special_tokens({"mask_token": "<mask>"})
     return found
-
-
-def drop(result, key):
-    return [{name: value for name, value in found.items() if name != key} for found in result]
 
 
 PIPELINES = {
