@@ -19,6 +19,7 @@ keep 120 shared_prefixes_steps benchmarks/shared_prefixes_steps.py --rounds 3
 keep 120 tree_attention benchmarks/tree_attention.py --rounds 7 --shapes 8
 keep 80 trainers benchmarks/trainers.py --device cuda --rounds 2
 keep 100 paged_decoding benchmarks/paged_decoding.py --parts workloads --rounds 5
+keep 70 continuous_batching benchmarks/continuous_batching.py --rounds 2
 keep 60 cuda_graphs benchmarks/cuda_graphs.py
 keep 90 hybrids benchmarks/hybrids.py --models qwen3_5 --width 1024 --rounds 3
 keep 60 host_time benchmarks/host_time.py
