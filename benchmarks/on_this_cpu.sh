@@ -6,10 +6,10 @@
 #
 # Install the package with its extras "demo" and "dev" first. OMP_NUM_THREADS is 2 unless it is set.
 . "$(dirname "$0")/parts.sh"
-export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" COLUMNS=120
 
 keep 300 attention benchmarks/cpu_attention.py --repeats 5
-keep 200 embedding benchmarks/sentence_embeddings.py --paragraphs 128 --rounds 2
+keep 200 embedding benchmarks/sentence_embeddings.py --models minilm --paragraphs 128 --rounds 3
 keep 200 embedding examples/embed_paragraphs.py --every 6
 keep 200 trainers benchmarks/trainers.py --steps 4 --rounds 2 --batch-size 8
 finish
