@@ -9,7 +9,7 @@ Each section of a file in benchmarks/results names its command and the commit th
 command, this tool follows names to the functions, classes, methods and constants that have them, and on to what these
 use. A result is stale if one of them differs between HEAD and its commit. Comments, docstrings, formatting, and moves
 to another file do not count; neither do backends of the other type of device. More is reached than runs, because a
-name stands for all that have it.
+name stands for all that have it. A run of the tests reaches the whole package.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def reached(root: Path, commit: str, command: str, is_gpu: bool) -> set[tuple[st
         is_library = path.startswith("nt_attention/") and not path.startswith(("nt_attention/cli/", *skipped))
         if is_library or path in programs or path in SHARED:
             by_name[name].append((path, name))
-    stack = [key for key in found if key[0] in programs]
+    of_package = [key for keys in by_name.values() for key in keys]
+    stack = [key for key in found if key[0] in programs] or of_package  # the tests have no program
     seen = set(stack)
     while stack:
         path, name = stack.pop()

@@ -74,9 +74,8 @@ def _alignment(name: str, value: Any) -> CausalAlignment:
     return value
 
 
-_NO_LIMIT = (
-    2**30
-)  # tokens: a side of a window that is this long has no limit, so kernels can add it to positions in int32
+# Tokens: a longer side of a window has no limit, so that kernels can add each to a position in int32.
+_NO_LIMIT = 2**30
 
 
 def _window_size(name: str, value: object) -> tuple[int, int]:
