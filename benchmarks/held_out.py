@@ -1,11 +1,12 @@
 """How much slower ``"auto"`` is than the fastest backend, on random batches, on this GPU.
 
-    python benchmarks/held_out.py [--batches N] [--seed N] [--minutes N] [--rows FILE]
+    python benchmarks/held_out.py [--batches N] [--seed N] [--minutes N] [--processes N] [--rows FILE]
 
 The batches are drawn: lengths, heads, head dims and masks. Expected times are fitted to others (`tune`). Every
 backend that can run a batch takes part but ``flex``, which compiles for each, and the reference. Bursts take turns.
 The times are those of the device. A call takes at least the host's time, unless a CUDA graph replays it: the second
-ratio is of the longer of both.
+ratio is of the longer of both. With ``--processes`` the kernels are compiled first, in as many processes, which share
+the caches of compiled kernels on the disk (flash-attn-4: ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import json
 import math
 import random
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +36,7 @@ from nt_attention.cli.tune import counts
 from nt_attention.functional import explain
 from nt_attention.kernels.cost_model import FEW_ROWS
 from nt_attention.kernels.measurements import versions
+from nt_attention.kernels.select import Explanation
 
 HEAD_DIMS = (64, 64, 64, 128, 128, 128, 256, 96, 32, (192, 128), 80, 192)
 _WINDOWS: tuple[dict[str, Any], ...] = ({"windows": (63, 4096)}, {"windows": (63, 1024), "sided": 2})
@@ -74,12 +78,29 @@ def main() -> None:
     parser.add_argument("--batches", type=positive, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, help="after this time, no further batch is measured")
+    parser.add_argument("--processes", type=int, default=0, help="that compile the kernels first")
+    parser.add_argument("--compile", type=int, nargs=2, metavar=("K", "N"), help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=output_file, metavar="FILE", help="also write the measured times to this file")
     options, device = parser.parse_args(), torch.device("cuda")
     if not torch.cuda.is_available():
         parser.error("it needs a GPU")
+    if options.compile:
+        of_this, of_all = options.compile
+        source = random.Random(options.seed)
+        for i, workload in enumerate([draw(source) for _ in range(options.batches)]):
+            if i % of_all == of_this:
+                list(callable_backends(workload, CaseInputs.random(workload, device, torch.bfloat16)))
+        return
     print(f"{device_name(device)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
+    compile_in_processes(options)
     run(options, device)
+
+
+def compile_in_processes(options: argparse.Namespace) -> None:
+    this = [sys.executable, "-W", "ignore", __file__, "--seed", str(options.seed), "--batches", str(options.batches)]
+    parts = [[*this, "--compile", str(k), str(options.processes)] for k in range(options.processes)]
+    for process in [subprocess.Popen(part, stdout=subprocess.DEVNULL) for part in parts]:
+        process.wait()
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
@@ -178,16 +199,29 @@ def _between(source: random.Random, least: float, most: float) -> float:
 def compare(workload: Workload, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Result]:
     """The forward and, if it does not decode, the forward + backward."""
     inputs, results = CaseInputs.random(workload, device, dtype), []
+    for direction, explanation, functions in callable_backends(workload, inputs):
+        if explanation.chosen not in functions:
+            print(f"auto is {explanation.chosen}, which is not compared; {workload.about}")
+            continue
+        times = device_ms_by_turns(functions)
+        host = {name: host_us(function) / 1000 for name, function in functions.items()}
+        row, expected = counts(inputs, direction == "both"), explanation.expected_us or {}
+        results.append(Result(workload.about, direction, explanation.chosen, times, host, expected, row))
+    return results
+
+
+def callable_backends(
+    workload: Workload, inputs: CaseInputs
+) -> Iterator[tuple[str, Explanation, dict[str, Callable[[], Any]]]]:
+    """For each direction: why the backend is chosen, and the calls of all that can run, each called once."""
     decodes = workload.key_lengths is not None and workload.name != "cross"
     for direction in ("forward",) if decodes else ("forward", "both"):
         q, k, v = (x.detach().requires_grad_(direction == "both") for x in inputs.qkv)
         explanation = explain(q, k, v, inputs.layout, inputs.key_layout, **inputs.options)
-        able = [name for name, reasons in explanation.reasons.items() if not reasons and name not in LEFT_OUT]
-        if explanation.chosen not in able:
-            print(f"auto is {explanation.chosen}, which is not compared; {workload.about}")
-            continue
         functions = {}
-        for name in able:
+        for name, reasons in explanation.reasons.items():
+            if reasons or name in LEFT_OUT:
+                continue
             call = attention(name, inputs)
             function = call.both if direction == "both" else call.forward
             try:
@@ -195,13 +229,7 @@ def compare(workload: Workload, device: torch.device, dtype: torch.dtype = torch
                 functions[name] = function
             except (RuntimeError, ValueError) as error:  # as in tune.py
                 print(f"{name} failed: {(str(error).splitlines() or [''])[0]}; {workload.about}")
-        if explanation.chosen not in functions:
-            continue
-        times = device_ms_by_turns(functions)
-        host = {name: host_us(function) / 1000 for name, function in functions.items()}
-        row, expected = counts(inputs, direction == "both"), explanation.expected_us or {}
-        results.append(Result(workload.about, direction, explanation.chosen, times, host, expected, row))
-    return results
+        yield direction, explanation, functions
 
 
 def device_ms_by_turns(functions: dict[str, Callable[[], Any]]) -> Times:

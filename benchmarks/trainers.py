@@ -2,14 +2,17 @@
 
     python benchmarks/trainers.py [--task sft dpo] [--rounds 3] [--save FILE]       on a CPU, TRL's trainers
     python benchmarks/trainers.py --device cuda [--save FILE]                       on a GPU, transformers' Trainer
+    python benchmarks/trainers.py --device cuda --task classification --batch-size 32 --steps 100 --warm 50
 
 On a CPU: SFT and DPO of a Llama (4 layers, 256 wide, float32) on paragraphs of Python's documentation. DPO's reference
 model is patched as well. On a GPU: causal language modeling of a Llama of 8 layers (2048 wide, 32 / 8 heads, 32,000
-tokens in its vocabulary, bf16) with its head and AdamW, on rows of lognormal lengths up to 4096. Weights are random.
+tokens in its vocabulary, bf16) with its head and AdamW, on rows of lognormal lengths up to 4096. ``classification`` is
+a BERT-base with float32 weights, autocast to bf16 and no dropout, on rows of lognormal lengths up to 128; its patch has
+``cuda_graphs="auto"``. Weights are random.
 
 Times are wall-clock times of whole steps: forward, backward, gradient clipping and optimizer, without the collator.
-Padded and patched alternate round by round. Times are medians over all steps but the first two of a round. The pad
-ratio is the number of positions that the model is called with, over the number of tokens.
+Padded and patched alternate round by round. Times are medians over all steps but the first ``--warm`` of a round. The
+pad ratio is the number of positions that the model is called with, over the number of tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +30,22 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from workloads import draw_lengths
 
 import nt_attention as nta
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer
-
-WARM = 2  # warm-up steps of a round, which are not counted
 
 
 @dataclass
@@ -53,8 +63,8 @@ class Way:
 class Clock(TrainerCallback):
     """Times every step, on a GPU from device sync to device sync."""
 
-    def __init__(self, way: Way, cuda: bool) -> None:
-        self.way, self.cuda, self.done = way, cuda, 0
+    def __init__(self, way: Way, options: argparse.Namespace) -> None:
+        self.way, self.cuda, self.warm, self.done = way, options.device == "cuda", options.warm, 0
 
     def now(self) -> float:
         if self.cuda:
@@ -66,13 +76,13 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.done += 1
-        if self.done > WARM:
+        if self.done > self.warm:
             self.way.seconds.append(self.now() - self.begun)
 
 
 def given(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "output_dir": folder, "max_steps": options.steps + WARM, "logging_steps": 1, "save_strategy": "no",
+        "output_dir": folder, "max_steps": options.steps + options.warm, "logging_steps": 1, "save_strategy": "no",
         "report_to": [], "disable_tqdm": True, "log_level": "error", "learning_rate": 1e-4, "seed": 0,
         "use_cpu": options.device == "cpu", "per_device_train_batch_size": options.batch_size,
     }  # fmt: skip
@@ -124,10 +134,31 @@ def language(model: Any, folder: str, options: argparse.Namespace) -> Any:
     )
 
 
-TASKS: dict[str, tuple[Callable[[], LlamaForCausalLM], Callable[..., Any]]] = {
-    "sft": (small_llama, sft),
-    "dpo": (small_llama, dpo),
-    "language": (large_llama, language),
+def bert() -> BertForSequenceClassification:
+    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForSequenceClassification(config).cuda()
+
+
+def classification(model: Any, folder: str, options: argparse.Namespace) -> Any:
+    count = options.batch_size * (options.steps + options.warm)
+    lengths = draw_lengths("lognormal:128", 64 * count, seed=276)[:count]
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.randint(300, 30000, (n,), generator=generator).tolist()} for n in lengths]
+
+    def collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+        batch = padded_batch(row["input_ids"] for row in rows)
+        return {**batch, "labels": batch["input_ids"][:, 0] % 2}
+
+    arguments = TrainingArguments(**given(folder, options), bf16=True, optim="adamw_torch_fused")
+    return Trainer(model, arguments, train_dataset=rows, data_collator=collate)
+
+
+# The model, its trainer, and options of `nta.patch`
+TASKS: dict[str, tuple[Callable[[], Any], Callable[..., Any], dict[str, Any]]] = {
+    "sft": (small_llama, sft, {}),
+    "dpo": (small_llama, dpo, {}),
+    "language": (large_llama, language, {}),
+    "classification": (bert, classification, {"cuda_graphs": "auto"}),
 }
 
 
@@ -144,20 +175,20 @@ def count_positions(model: Any, way: Way) -> Any:
 
 
 def run(task: str, way: Way, patched: bool, first: bool, options: argparse.Namespace) -> None:
-    make_model, make_trainer = TASKS[task]
+    make_model, make_trainer, patch = TASKS[task]
     set_seed(0)
     model = make_model()
     if task == "dpo":  # TRL loads the reference model from the path
         source = tempfile.mkdtemp()
         model.save_pretrained(source)
         model = LlamaForCausalLM.from_pretrained(source)
-    handle = nta.patch(model, on_fallback="raise") if patched else None
+    handle = nta.patch(model, on_fallback="raise", **patch) if patched else None
     hook = count_positions(model, way) if first and not patched else None
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(model, folder, options)
         if patched and task == "dpo":  # TRL's own head calls the base model
             nta.patch(trainer.ref_model.base_model, on_fallback="raise")
-        trainer.add_callback(Clock(way, options.device == "cuda"))
+        trainer.add_callback(Clock(way, options))
         trainer.remove_callback(transformers.PrinterCallback)
         if options.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -192,6 +223,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--task", nargs="+", choices=list(TASKS))
     parser.add_argument("--steps", type=int, default=8, help="counted steps of each round")
+    parser.add_argument("--warm", type=int, default=2, help="steps of each round that are not counted")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--length", type=int, default=400, help="the characters of a paragraph that are used (CPU)")
