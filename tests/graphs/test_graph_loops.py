@@ -34,6 +34,7 @@ from graph_entries import (
 from graphs import with_layers
 from sweeps import sweep_except
 from token_tiled_cases import IGNORED_WARNINGS
+from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional
 
@@ -68,6 +69,7 @@ class Loop:
         clip: the largest norm of gradients.
         evaluates: whether the model is evaluated after each step.
         merges: whether a parameter is changed in place by hand after each step, as if an adapter were merged.
+        ddp: options of DistributedDataParallel, which wraps the module that computes the loss.
     """
 
     optimizer: Any = torch.optim.AdamW
@@ -79,19 +81,20 @@ class Loop:
     evaluates: bool = False
     merges: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] | None = None
 
     def run(self, model, steps=STEPS):
         """The losses, and what evaluations gave."""
         optimizer = self.optimizer(model.parameters(), lr=1e-3, **self.options)
         scaler = torch.amp.GradScaler(DEVICE.type, enabled=self.autocast is torch.float16)
         context = nullcontext() if self.autocast is None else torch.autocast(DEVICE.type, dtype=self.autocast)
+        compute_loss = RankingLoss(model, self.columns)
+        if self.ddp is not None:
+            compute_loss = nn.parallel.DistributedDataParallel(compute_loss, **self.ddp)
         found = []
         for i in range(steps * self.accumulate):
-            rows = [[5, 2, 9], [7, 3, 4, 6], [5, 2, 9]][i % 3]
             with context:
-                first, *others = [embed(model, rows, 100 * i + j) for j in range(self.columns)]
-                scores = 20 * first @ torch.cat(others).T
-                loss = functional.cross_entropy(scores, torch.arange(len(rows), device=DEVICE))
+                loss = compute_loss([[5, 2, 9], [7, 3, 4, 6], [5, 2, 9]][i % 3], 100 * i)
             scaler.scale(loss / self.accumulate).backward()
             found.append(loss.detach().float())
             if i % self.accumulate < self.accumulate - 1:
@@ -113,6 +116,19 @@ class Loop:
         return found
 
 
+class RankingLoss(nn.Module):
+    """MultipleNegativesRankingLoss. It is a module, so that DistributedDataParallel can wrap it."""
+
+    def __init__(self, model, columns):
+        super().__init__()
+        self.model, self.columns = model, columns
+
+    def forward(self, lengths, seed):
+        first, *others = [embed(self.model, lengths, seed + j) for j in range(self.columns)]
+        scores = 20 * first @ torch.cat(others).T
+        return functional.cross_entropy(scores, torch.arange(len(lengths), device=DEVICE))
+
+
 LOOPS = {
     "pairs": Loop(),
     "many negatives": Loop(columns=5),  # one call more than can wait for its backward
@@ -126,13 +142,26 @@ LOOPS = {
         columns=3, accumulate=2, clip=0.5, autocast=torch.bfloat16, evaluates=True, options={"fused": True}
     ),
     "scaled float16": Loop(autocast=torch.float16, clip=1.0),
+    "DDP": Loop(ddp={"find_unused_parameters": True}),
+    "DDP, gradients are views": Loop(
+        autocast=torch.bfloat16, clip=0.5, ddp={"gradient_as_bucket_view": True, "find_unused_parameters": True}
+    ),
 }
 FAST = [(name, "training") for name in ("everything", "many negatives", "weights changed in place")]
 FAST += [("evaluation between steps", "auto")]
 WAITING = "4 earlier calls wait for their backward"
 
 
-@pytest.mark.usefixtures("fake_times")
+@pytest.fixture(scope="module")
+def one_process():
+    """A process group of this process alone."""
+    backend = "nccl" if GPU else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fake_times", "one_process")
 @pytest.mark.parametrize(("name", "mode"), sweep_except(itertools.product(LOOPS, ("training", "auto")), *FAST))
 def test_losses(name, mode):
     loop = LOOPS[name]
