@@ -35,6 +35,8 @@ def test_position_ids_beside_a_cache_are_ignored():
     want = expected(q, k, v, [3], [7], is_causal=True)
     got = call(q, k, v, mask, module=Grouped(groups=1), position_ids=torch.tensor([[4, 4, 4]]))
     torch.testing.assert_close(got, want)
+    got = call(q, k, v, module=Grouped(groups=1), position_ids=torch.tensor([[4, 4, 4]]), is_causal=False)
+    torch.testing.assert_close(got, expected(q, k, v, [3], [7]))
     q, k, v = random_states(length=1, keys=7)
     torch.testing.assert_close(
         call(q, k, v, module=Grouped(), position_ids=torch.tensor([[6]])), expected(q, k, v, [1], [7])
