@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ..torch_private import backward_hooks_of_tensor, copy_each
 from .device import NotCapturedError, Slot
-from .module_state import ModuleState, version_of
+from .module_state import ModuleState
 
 Gradients = list[Tensor | None]
 OTHER_LEAF = "its outputs have gradients of tensors that are no parameters of the module"
@@ -33,7 +33,7 @@ _SECOND_BACKWARD = (
 
 def first_part(x: Tensor, shape: Iterable[int]) -> Tensor:
     """The part of a tensor of a bucket that belongs to a call: the first rows of its first dimensions."""
-    return x[tuple(map(slice, shape))]
+    return x if x.shape == shape else x[tuple(map(slice, shape))]
 
 
 class Backward:
@@ -125,7 +125,8 @@ class Waiting:
         self.graph, self._guard = graph, guard
         self._parts = graph.parts(work, graph.backward.grads)
         self._tensors = [*(work.inputs[name] for name in work.differentiable), *state.differentiable]
-        self._read = [(x, version_of(x), x.untyped_storage()) for x in state.tensors]
+        self._state, self._versions = state, state.versions
+        self._read = list(map(Tensor.untyped_storage, state.tensors))
         self._watched: list[tuple[dict[int, Any], weakref.ref[Tensor]]] = []
         graph.slot.waiting = weakref.ref(self)
 
@@ -146,7 +147,7 @@ class Waiting:
             RuntimeError: the module was changed since the forward, or an output has a hook that would not get its whole
                 gradient.
         """
-        if any(version_of(x) != version for x, version, _ in self._read):
+        if self._state.versions != self._versions:
             raise RuntimeError(_CHANGED)
         for i, (hooks, reference) in enumerate(self._watched):
             is_read = hooks or ((x := reference()) is not None and x.requires_grad and x.retains_grad)

@@ -52,6 +52,7 @@ class ModuleState:
         self._objects = self._read_objects(tables)
         self.tensors = list({id(x): x for x in self._objects if isinstance(x, Tensor)}.values())
         self._memory = self._read_memory()
+        self._versioned = [x for x in self.tensors if not x.is_inference()]
         others = [type(x).__name__ for x in self.tensors if type(x) not in (Tensor, nn.Parameter)]
         self._other_class = next(iter(others), None)
         self._are_apart = len({x.device for x in self.tensors if x.is_cuda}) > 1
@@ -82,6 +83,11 @@ class ModuleState:
             and all((x := function()) is not None and tables[i].get(name) is x for i, name, function in self._functions)
             and self._read_memory() == self._memory
         )
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions of its tensors. In-place changes increase them."""
+        return list(map(torch_private.version_of, self._versioned))
 
     @property
     def training(self) -> tuple[bool, ...]:
