@@ -7,8 +7,8 @@ import gc
 import pickle
 import random
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -231,7 +231,7 @@ def capture(work: Work, slot: Slot, state: ModuleState | None) -> Captured:
             graph, before = Captured(work, slot, state), Snapshot(work.module)
             with torch.set_grad_enabled(work.grad):
                 try:
-                    with slot.on_stream():
+                    with slot.on_stream(), _same_random_numbers():
                         _try(work.module, graph.try_once)
                 except BaseException:
                     before.restore()  # the call runs without a graph
@@ -257,6 +257,18 @@ def _try(module: nn.Module, run: Callable[[], None]) -> None:
         raise NotCapturedError("its forward draws random numbers on the host")
     if watch.has_left_tensors():
         raise NotCapturedError("its forward keeps tensors that it computes, such as losses in a list")
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """A context after which the random number generators of the host are as before."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _host_random_state() -> tuple[bytes, bytes]:

@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -746,6 +747,21 @@ def test_a_refused_capture_leaves_the_module_as_it_was(pair):
         assert one.calls == two.calls == [1] * (step + 1)
         assert one.count == two.count == step + 1
     assert pair.graphs.calls == {CHANGES_ITSELF: 2}
+
+
+@law("bert", modes=("inference", "training"))
+def test_a_refused_capture_draws_no_random_numbers(pair):
+    for model, linear in zip(pair.both, pair.probes(), strict=True):
+        before(lambda linear, x: (random.random(), np.random.rand(), torch.rand(())))(model, linear)
+    inputs, next_numbers = pair.draw([5, 2, 9]), []
+    for model in pair.both:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        pair.solve(model, inputs)
+        next_numbers.append((random.random(), np.random.rand(), torch.rand(())))
+    assert next_numbers[0] == next_numbers[1]
+    assert pair.graphs.calls == {"its forward draws random numbers on the host": 1}
 
 
 @law("bert", modes=["inference"])
