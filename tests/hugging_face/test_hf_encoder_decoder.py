@@ -196,6 +196,25 @@ def test_gradient_checkpointing(model_type, use_reentrant):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("model_type", ["bart", "t5"])
+def test_full_backward_hooks_of_layers(model_type):
+    """PyTorch passes each tensor argument of such a layer through an autograd function, the mask too."""
+    model = make(model_type).train()
+    source, target, mask = batch_of(model)
+    stacks = model.get_encoder(), model.get_decoder()
+    for layer in [getattr(stack, "block" if model_type == "t5" else "layers")[0] for stack in stacks]:
+        layer.register_full_backward_hook(lambda layer, grads, of_outputs: norms.append(of_outputs[0].norm()))
+    found = []
+    for patched in (False, True):
+        handle = nta.patch(model, on_fallback="raise") if patched else None
+        norms = []
+        model(**source, labels=target.masked_fill(~mask, -100)).loss.backward()
+        found.append(norms)
+    assert handle.calls == {None: 1}
+    for got, want in zip(*found, strict=True):  # padding has no gradient
+        close(got, want)
+
+
 def test_encoder_outputs_as_a_tuple_and_outputs_as_a_tuple():
     model = make("t5")
     source, target, _ = batch_of(model)

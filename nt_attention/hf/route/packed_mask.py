@@ -171,8 +171,8 @@ def is_bypass_mask(mask: Any) -> bool:
 # those that compute each element from numbers and other masks.
 _QUESTIONS = {"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "len", "get_device"}
 _SHAPES = {
-    "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute", "flatten", "unflatten",
-    "repeat", "narrow", "getitem", "contiguous", "clone", "detach", "requires_grad",
+    "view", "view_as", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute", "flatten",
+    "unflatten", "repeat", "narrow", "getitem", "contiguous", "clone", "detach", "requires_grad",
 }  # fmt: skip
 _ELEMENTWISE = {
     "to", "type", "type_as", "bool", "int", "long", "half", "bfloat16", "float", "double", "add", "radd", "sub", "rsub",
