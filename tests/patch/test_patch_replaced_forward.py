@@ -190,3 +190,19 @@ def test_an_argument_that_the_forward_of_a_head_takes_leaves_the_base_model_pack
     tokens = batch["attention_mask"].bool()
     close(got[tokens], want[tokens])
     assert shapes == [PACKED]
+
+
+def test_no_memory_for_the_comparison():
+    """The error reaches the caller, who may pass a smaller batch. Later batches are packed."""
+    model, batch = make(), tiny.batch_of("llama", "right")
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with nta.patch(model, on_fallback="raise") as handle:
+        hook = model.model.layers[0].register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(**batch)
+        hook.remove()
+        model(**batch)
+    assert handle.calls == {None: 1}

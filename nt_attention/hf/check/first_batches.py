@@ -265,6 +265,8 @@ class _Comparison:
                 got = self._packed(self.call)
             except (UnknownOutputError, OtherLengthError):  # the call itself falls back
                 return None
+            except torch.OutOfMemoryError:  # padded, it would need more
+                raise
             except Exception as error:  # the code of any model
                 return f"it raises {first_line(error)}"
             try:
