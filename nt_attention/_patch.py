@@ -160,12 +160,7 @@ def check_options(packing: object, on_fallback: object, check: object) -> None:
         raise ValueError(f'check must be "first", "always" or "never", got {check!r}.')
 
 
-def apply_patch(
-    handle: PatchHandle,
-    model: nn.Module,
-    padding_free: bool,
-    packing: Literal["auto", "always"],
-) -> None:
+def apply_patch(handle: PatchHandle, model: nn.Module, padding_free: bool, packing: Literal["auto", "always"]) -> None:
     """Change a model. If this is not possible, it stays as it was.
 
     Raises:

@@ -24,10 +24,6 @@ def _frames_to_caller() -> int:
     if is_compiling():  # it can't trace frames
         return 2
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _is_of_a_caller(str(frame.f_globals.get("__name__", "torch"))):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "torch")).partition(".")[0] in _CALLERS:
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _is_of_a_caller(module: str) -> bool:
-    return module.partition(".")[0] in _CALLERS

@@ -17,16 +17,7 @@ from torch import Tensor
 from .compiler import EAGER, TRACED, call_mode, is_compiling, refuse_tracers
 from .kernels.adapters import Tensors
 from .kernels.autograd import run
-from .kernels.call import (
-    OPTIONS,
-    AttentionSpec,
-    Call,
-    Options,
-    all_options,
-    check_slopes,
-    describe,
-    layout_fields,
-)
+from .kernels.call import OPTIONS, AttentionSpec, Call, Options, all_options, check_slopes, describe, layout_fields
 from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Choice, Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layouts.paged import PagedLayout

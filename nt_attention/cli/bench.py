@@ -16,16 +16,7 @@ from ..kernels.measurements import versions
 from ..kernels.registry import backends
 from ..kernels.select import SlowBackendWarning
 from . import timing
-from .calls import (
-    DISTRIBUTIONS,
-    CaseInputs,
-    NotSupportedError,
-    Workload,
-    attention,
-    chosen,
-    draw_lengths,
-    padded,
-)
+from .calls import DISTRIBUTIONS, CaseInputs, NotSupportedError, Workload, attention, chosen, draw_lengths, padded
 from .environment import backends_of, device_name, devices, positive
 
 NAMES = ("is_causal", "window_size", "softcap", "deterministic", "batch_invariant")  # of options

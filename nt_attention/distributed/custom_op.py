@@ -174,11 +174,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: No
     return (*grads, *[None] * ctx.others)
 
 
-define(
-    f"sharded_forward({_FORWARD}, str backend) -> (Tensor out, Tensor lse, Tensor state)",
-    _forward,
-    _fake_forward,
-)
+define(f"sharded_forward({_FORWARD}, str backend) -> (Tensor out, Tensor lse, Tensor state)", _forward, _fake_forward)
 define(
     "sharded_backward(Tensor grad, Tensor? grad_lse, Tensor state, Tensor out, Tensor query, Tensor key, "
     "Tensor value) -> (Tensor, Tensor, Tensor)",

@@ -169,12 +169,7 @@ class Exchange:
         return found
 
     def backward(
-        self,
-        tensors: Sequence[Any],
-        inputs: Sequence[TensorInfo],
-        out: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
+        self, tensors: Sequence[Any], inputs: Sequence[TensorInfo], out: Tensor, grad: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value.
 

@@ -112,12 +112,7 @@ class Saved:
         return []
 
     def backward(
-        self,
-        tensors: Sequence[Any],
-        out: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        dq: Tensor | None = None,
+        self, tensors: Sequence[Any], out: Tensor, grad: Tensor, grad_lse: Tensor | None, dq: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query (T, H, D), key (S, G, D) and value (S, G, Dv).
 
@@ -139,12 +134,7 @@ class _SavedTensors(Saved):
         return tensors
 
     def backward(
-        self,
-        tensors: Sequence[Any],
-        out: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        dq: Tensor | None = None,
+        self, tensors: Sequence[Any], out: Tensor, grad: Tensor, grad_lse: Tensor | None, dq: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, slopes, lse, state, *more = tensors
         saved, inputs = BackwardInputs(grad, grad_lse, out, lse, state), Tensors(query, key, value)
@@ -180,12 +170,7 @@ class _SavedGraph(Saved):
     lse: Tensor
 
     def backward(
-        self,
-        tensors: Sequence[Any],
-        out: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        dq: Tensor | None = None,
+        self, tensors: Sequence[Any], out: Tensor, grad: Tensor, grad_lse: Tensor | None, dq: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         outputs, given = [self.out], [grad]
         if grad_lse is not None:

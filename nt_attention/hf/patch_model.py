@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..compiler import can_be_read, outside_of_graphs
-from ..patching.forwards import (
-    Handle,
-    WeakReference,
-    active_forwards,
-    is_recorded,
-    override_forward,
-    restore_forward,
-)
+from ..patching.forwards import Handle, WeakReference, active_forwards, is_recorded, override_forward, restore_forward
 from . import families
 from .check.find import why_prefixes_differ
 from .check.first_batches import FirstBatches, is_foreign
@@ -51,13 +44,7 @@ from .transformers_private import ATTENTION, attention_of
 VISION_NAME = "nt_attention_flash_for_packed_images"
 
 
-def patch_model(
-    name: str,
-    model: nn.Module,
-    handle: Handle,
-    padding_free: bool,
-    packing: PackingMode,
-) -> bool:
+def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool, packing: PackingMode) -> bool:
     """Patch a Hugging Face model, or tell the handle why not.
 
     Returns:

@@ -27,16 +27,7 @@ from ..operators import LIBRARY, define
 from . import adapters, paged, registry
 from .adapters import Tensors
 from .backend import BackwardInputs
-from .call import (
-    OPTIONS,
-    SCHEMA,
-    AttentionSpec,
-    Call,
-    check_slopes,
-    from_schema,
-    layout_fields,
-    schema_values,
-)
+from .call import OPTIONS, SCHEMA, AttentionSpec, Call, check_slopes, from_schema, layout_fields, schema_values
 from .relative import TERMS, RelativeBias, check_relative, check_type
 from .select import Choice, choose_for, select_again, selection_key
 
@@ -102,10 +93,7 @@ def call_of(arguments: Any) -> Call:
 
 
 def _cached_call(
-    arguments: Any,
-    key: tuple[Any, ...],
-    select: Callable[[Call], Choice],
-    layouts: tuple[Layout, Layout] | None = None,
+    arguments: Any, key: tuple[Any, ...], select: Callable[[Call], Choice], layouts: tuple[Layout, Layout] | None = None
 ) -> tuple[Call, Any]:
     """The call and its backend. What `select` chooses depends on `key` too, and is cached with the layouts."""
     query, k, value, slopes = arguments.query, arguments.key, arguments.value, arguments.alibi_slopes

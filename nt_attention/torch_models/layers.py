@@ -49,10 +49,7 @@ def _methods(stock: type[nn.Module]) -> tuple[str, ...]:
 
 ENCODER_LAYER = LayerKind(nn.TransformerEncoderLayer, ("self_attn",), _methods(nn.TransformerEncoderLayer), 2)
 DECODER_LAYER = LayerKind(
-    nn.TransformerDecoderLayer,
-    ("self_attn", "multihead_attn"),
-    _methods(nn.TransformerDecoderLayer),
-    3,
+    nn.TransformerDecoderLayer, ("self_attn", "multihead_attn"), _methods(nn.TransformerDecoderLayer), 3
 )
 
 
@@ -196,12 +193,7 @@ def run_encoder_layer(layer: nn.TransformerEncoderLayer, x: Tensor, layout: Layo
 
 
 def run_decoder_layer(
-    layer: nn.TransformerDecoderLayer,
-    x: Tensor,
-    memory: Tensor,
-    layout: Layout,
-    memory_layout: Layout,
-    is_causal: bool,
+    layer: nn.TransformerDecoderLayer, x: Tensor, memory: Tensor, layout: Layout, memory_layout: Layout, is_causal: bool
 ) -> Tensor:
     """Run a layer on packed `x` (T, E) and packed `memory` (S, E)."""
 

@@ -27,15 +27,7 @@ from ..pack.outputs import UnknownOutputError
 from ..pack.padded_on_read import PaddedOnRead
 from ..pack.routes import ModelCall, Unpatched
 from ..route.attention import OtherLengthError
-from .errors import (
-    FACTOR,
-    error_of,
-    errors_of_tokens,
-    floor_of,
-    is_near_loss,
-    most_rounding,
-    relative_error,
-)
+from .errors import FACTOR, error_of, errors_of_tokens, floor_of, is_near_loss, most_rounding, relative_error
 from .find import first_cause, first_line, of_cause
 from .heads import ComparisonOfHead
 from .later import are_sharded

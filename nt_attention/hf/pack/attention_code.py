@@ -449,8 +449,7 @@ def _parakeet(
     attention_mask: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    states = (hidden_states,) * 3
-    query, key, value = _projected(states, (module.q_proj, module.k_proj, module.v_proj), module.head_dim)
+    query, key, value = _projected(hidden_states, (module.q_proj, module.k_proj, module.v_proj), module.head_dim)
     positions = module.relative_k_proj(position_embeddings).unflatten(-1, (-1, module.head_dim))
     biases, dropout = (module.bias_u, module.bias_v), module.attention_dropout if module.training else 0.0
     out = _transformer_xl(mask, (query, key, value), positions, biases, module.scaling, dropout)
@@ -467,8 +466,8 @@ def _wav2vec2_conformer(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    states, size, kind = (hidden_states,) * 3, module.head_size, module.position_embeddings_type
-    query, key, value = _projected(states, (module.linear_q, module.linear_k, module.linear_v), size)
+    size, kind = module.head_size, module.position_embeddings_type
+    query, key, value = _projected(hidden_states, (module.linear_q, module.linear_k, module.linear_v), size)
     scale, dropout = size**-0.5, _rate(module.dropout)
     if kind == "relative" and relative_position_embeddings is not None:
         positions = module.linear_pos(relative_position_embeddings).unflatten(-1, (-1, size))
@@ -487,10 +486,9 @@ def _wav2vec2_conformer(
     return module.linear_out(_merged(out)), None
 
 
-def _projected(states: Iterable[Tensor], projections: Iterable[Callable[..., Tensor]], size: int) -> list[Tensor]:
+def _projected(x: Tensor, projections: Iterable[Callable[..., Tensor]], size: int) -> list[Tensor]:
     """Queries, keys and values (1, H, T, D), for heads of this size."""
-    pairs = zip(states, projections, strict=True)
-    return [project(x).unflatten(-1, (-1, size)).transpose(1, 2) for x, project in pairs]
+    return [project(x).unflatten(-1, (-1, size)).transpose(1, 2) for project in projections]
 
 
 def _transformer_xl(

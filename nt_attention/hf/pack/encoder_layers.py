@@ -22,12 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from ...compiler import active_compiler, can_be_read, inline_only, is_compiling, outside_of_graphs
-from ...patching.forwards import (
-    Handle,
-    is_recorded,
-    override_forward,
-    replacement_of,
-)
+from ...patching.forwards import Handle, is_recorded, override_forward, replacement_of
 from ...torch_private import (
     backward_hooks_of_tensor,
     forward_hooks_of,

@@ -67,12 +67,7 @@ class Packing(Padding):
 
     @classmethod
     def of(
-        cls,
-        mask: Tensor | None,
-        position_ids: Tensor | None,
-        rows: int,
-        length: int,
-        uncounted: Tensor | None = None,
+        cls, mask: Tensor | None, position_ids: Tensor | None, rows: int, length: int, uncounted: Tensor | None = None
     ) -> Packing:
         """Find the tokens and sequences of a batch. Each row is one sequence, or several if its positions restart.
 

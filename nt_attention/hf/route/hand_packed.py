@@ -16,7 +16,7 @@ from ...layouts.sequence import SequenceLayout
 from .positions import starts
 
 
-def layout_of_lengths(arguments: dict[str, Any], tokens: Tensor, *, may_jump: bool = True) -> Layout:
+def layout_of_lengths(arguments: dict[str, Any], tokens: Tensor) -> Layout:
     """The sequences of all B · L positions, from `cu_seq_lens_q`.
 
     Syncs with the device once for each tensor of offsets, and once if there are `position_ids`.
@@ -24,7 +24,6 @@ def layout_of_lengths(arguments: dict[str, Any], tokens: Tensor, *, may_jump: bo
     Args:
         arguments: the arguments of the call.
         tokens: (B, L, …), its input.
-        may_jump: whether positions may jump forward inside of a sequence.
 
     Raises:
         ValueError: the offsets are not those of whole rows, or `cu_seq_lens_k` or `position_ids` say something else.
@@ -47,16 +46,16 @@ def layout_of_lengths(arguments: dict[str, Any], tokens: Tensor, *, may_jump: bo
         raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q: in self-attention, pass the same offsets.")
     position_ids = arguments.get("position_ids")
     if position_ids is not None and position_ids.shape in ((rows, length), (1, length)):
-        _check_positions(position_ids.expand(rows, -1).flatten(), layout, may_jump)
+        _check_positions(position_ids.expand(rows, -1).flatten(), layout)
     return layout
 
 
-def _check_positions(position_ids: Tensor, layout: Layout, may_jump: bool) -> None:
+def _check_positions(position_ids: Tensor, layout: Layout) -> None:
     """Check that positions (B · L,) increase in each sequence, and do not go on from one sequence to the next."""
     if not can_be_read(position_ids):
         return
     step, inside = position_ids.diff(), layout.position_ids[1:] > 0
-    wrong = (((step < 1) if may_jump else (step != 1)) & inside) | ((step == 1) & ~inside)
+    wrong = ((step < 1) & inside) | ((step == 1) & ~inside)
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0]) + 1
         before, there = position_ids[at - 1 : at + 1].tolist()

@@ -191,10 +191,6 @@ BACKEND = Backend(
     head_dims=HeadDims(256, only=((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
     traits={"lower_right_only", "reads_past_end", "aligned_rows", "takes_outputs", "lse_gradient", "takes_parts"},
     hooks=Hooks(
-        prepare_forward,
-        prepare_backward,
-        takes_tree=takes_tree,
-        tree_forward=tree_forward,
-        tree_backward=tree_backward,
+        prepare_forward, prepare_backward, takes_tree=takes_tree, tree_forward=tree_forward, tree_backward=tree_backward
     ),
 )

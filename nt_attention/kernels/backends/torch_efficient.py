@@ -62,9 +62,7 @@ def _lse_index(layout: Layout) -> tuple[Tensor, int]:
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     layout, _, _, spec, *_ = call
     out, padded, *_ = efficient_forward(
-        *_inputs(query, key, value, spec),
-        *(None, *_sequences(call), 0.0, _mask_type(spec), True),
-        scale=spec.scale,
+        *_inputs(query, key, value, spec), *(None, *_sequences(call), 0.0, _mask_type(spec), True), scale=spec.scale
     )
     index, _ = _lse_index(layout)
     lse = query.new_empty(spec.num_heads, query.shape[0], dtype=padded.dtype)

@@ -55,12 +55,7 @@ class BoundedPlan:
 
     @classmethod
     def make(
-        cls,
-        layout: Layout,
-        key_layout: Layout,
-        window: tuple[float, float],
-        upper_left: bool,
-        only_aligned: bool,
+        cls, layout: Layout, key_layout: Layout, window: tuple[float, float], upper_left: bool, only_aligned: bool
     ) -> BoundedPlan:
         """The plan of these layouts and this window, (left, right) with inf for no limit. Does not sync."""
         left, right = window

@@ -76,66 +76,38 @@ H200: Table = {
         (256, ANY): Config(32, Tile(64, 32, 4, 1), Tile(64, 64, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
         (ANY, ANY): Config(32, Tile(128, 32, 8, 2), Tile(64, 64, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
     },
-    (256, 4): {
-        (ANY, ANY): Config(16, Tile(64, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
-    },
-    (384, 2): {
-        (ANY, ANY): Config(16, Tile(128, 32, 8, 1), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(16, 16, 4, 1)),
-    },
+    (256, 4): {(ANY, ANY): Config(16, Tile(64, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1))},
+    (384, 2): {(ANY, ANY): Config(16, Tile(128, 32, 8, 1), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(16, 16, 4, 1))},
     (512, 2): {
         (256, ANY): Config(16, Tile(32, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 4, 1)),
         (ANY, ANY): Config(16, Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 4, 1)),
     },
-    (576, 2): {
-        (ANY, ANY): Config(16, Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
-    },
+    (576, 2): {(ANY, ANY): Config(16, Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1))},
 }
 B200: Table = H200 | {  # the same tiles need more memory than on an H200
     (256, 2): {
         (256, ANY): Config(32, Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 3), Tile(32, 32, 4, 2)),
         (ANY, ANY): Config(32, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 3), Tile(32, 32, 4, 2)),
-    },
+    }
 }
 A100: Table = H200 | {
     (256, 2): {
         (256, ANY): Config(32, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 3), Tile(32, 32, 4, 2)),
         (ANY, ANY): Config(32, Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 3), Tile(32, 32, 4, 2)),
     },
-    (384, 2): {
-        (ANY, ANY): Config(16, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
-    },
-    (512, 2): {
-        (ANY, ANY): Config(16, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
-    },
-    (576, 2): {
-        (ANY, ANY): Config(16, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
-    },
+    (384, 2): {(ANY, ANY): Config(16, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1))},
+    (512, 2): {(ANY, ANY): Config(16, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1))},
+    (576, 2): {(ANY, ANY): Config(16, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1))},
 }
 SMALL: Table = H200 | {
-    (128, 2): {
-        (ANY, ANY): Config(64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 1), Tile(32, 64, 4, 2)),
-    },
-    (256, 2): {
-        (ANY, ANY): Config(32, Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    },
-    (384, 2): {
-        (ANY, ANY): Config(16, Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-    },
-    (512, 2): {
-        (ANY, ANY): Config(16, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-    },
-    (576, 2): {
-        (ANY, ANY): Config(16, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-    },
-    (64, 4): {
-        (ANY, ANY): Config(32, Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
-    },
-    (128, 4): {
-        (ANY, ANY): Config(16, Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
-    },
-    (256, 4): {
-        (ANY, ANY): Config(0, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-    },
+    (128, 2): {(ANY, ANY): Config(64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 1), Tile(32, 64, 4, 2))},
+    (256, 2): {(ANY, ANY): Config(32, Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))},
+    (384, 2): {(ANY, ANY): Config(16, Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    (512, 2): {(ANY, ANY): Config(16, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    (576, 2): {(ANY, ANY): Config(16, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    (64, 4): {(ANY, ANY): Config(32, Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1))},
+    (128, 4): {(ANY, ANY): Config(16, Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1))},
+    (256, 4): {(ANY, ANY): Config(0, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
 }
 # The profile of batch-invariant calls of any lengths, chosen because it costs least on all workloads.
 ANY_BATCH = (1024.0, ANY)

@@ -140,9 +140,7 @@ class Launcher(NamedTuple):
                 slope_row = slopes.stride(0)
         shapes = (query.shape[1:], key.shape[1], value.shape[2])
         settings = layout.cached(
-            ("token_tiled", spec, shapes, bias_gradient),
-            lambda: Settings.make(shapes, call, bias_gradient),
-            key_layout,
+            ("token_tiled", spec, shapes, bias_gradient), lambda: Settings.make(shapes, call, bias_gradient), key_layout
         )
         biases, numbers = _relative_arguments(relative)
         return cls(settings, query.shape[1], slopes, biases, (slope_row, *numbers), {} if repeats else None)
@@ -300,12 +298,7 @@ def prepare_backward(
 
 
 def _backward(
-    launcher: Launcher,
-    relative: RelativeBias | None,
-    saved: BackwardInputs,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    launcher: Launcher, relative: RelativeBias | None, saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor
 ) -> Gradients:
     """`relative`: the relative bias if it needs gradients."""
     from . import triton_kernels as kernels

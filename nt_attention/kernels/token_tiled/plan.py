@@ -117,13 +117,7 @@ class Plan:
     _cache: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def make(
-        cls,
-        layout: Layout,
-        key_layout: Layout,
-        window: tuple[float, float],
-        upper_left: bool,
-    ) -> Plan:
+    def make(cls, layout: Layout, key_layout: Layout, window: tuple[float, float], upper_left: bool) -> Plan:
         """The plan for these lengths and this window, (left, right) with inf for no limit. Does not sync.
 
         Intervals are computed on the device, by one kernel for each side. Tiles are computed on the host in NumPy:
