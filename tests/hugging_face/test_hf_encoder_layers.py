@@ -228,6 +228,14 @@ def test_spec_augment_and_layerdrop_draw_what_they_draw_unpatched(name):
             torch.testing.assert_close(of_packed[key], gradient, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["wav2vec2", "wavlm"])  # WavLM calls PyTorch's multi_head_attention_forward
+def test_a_model_with_attention_dropout_packs_in_training(name):
+    model = make(name, attention_dropout=0.5).train()
+    with nta.patch(model, on_fallback="raise") as handle:
+        model(**inputs_of(model), labels=labels_of(model))
+    assert handle.calls == {None: 1}
+
+
 @pytest.mark.parametrize("name", sorted(INFERENCE))
 def test_batch_norms_are_padded_in_training(name):
     model = make(name).train()
