@@ -128,7 +128,7 @@ class _Comparison:
         with unchanged(self.model), without_dropout():
             want = self._run(running(unpatched=self.call.inner))
             try:
-                got = self._run(running(layers=LayerCalls(lambda reason: None)))
+                got = self._run(running(layers=LayerCalls(lambda reason: None), compared=True))
             except Exception as error:  # the code of any model
                 found = why_raised(self.model, error)
                 return str(found), found.module_class
