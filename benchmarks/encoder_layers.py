@@ -85,7 +85,7 @@ def main() -> None:
         padded, inputs, pad_ratio = case(args.batch, args.tiny)
         padded = padded.to(device).train()
         packed, inputs = copy.deepcopy(padded), {name: x.to(device) for name, x in inputs.items()}
-        handle = nta.patch(packed, on_fallback="raise")
+        handle = nta.patch(packed, packing="always", on_fallback="raise")
 
         def step(model: Any, inputs: dict[str, Tensor] = inputs) -> None:
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

@@ -45,6 +45,13 @@ def _seed() -> None:
     seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _small_layers_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of encoders of audio and images pack, though the models of tests are too small to gain on a CPU."""
+    if "transformers" in sys.modules:
+        monkeypatch.setattr("nt_attention.hf.pack.encoder_layers.LEAST_SAVED", 0)
+
+
 @pytest.fixture
 def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
     """No first batch of a patched model is compared: for tests that count calls, or look at those of modules."""

@@ -275,7 +275,7 @@ def encoder_outcome(entry: dict[str, Any]) -> dict[str, Any]:
         mask = layer_tokens(model, inputs)
         want = model(**inputs, return_dict=True)
         try:
-            with nta.patch(model) as handle:
+            with nta.patch(model, packing="always") as handle:
                 got = model(**inputs, return_dict=True)
         except Exception as error:
             return {**entry, "patch": {"padded": refusal(error)}}

@@ -117,7 +117,7 @@ class _Patch:
         layers = FirstBatchesOfLayers(self.handle.check)
         kinds = " and ".join(kinds_of_layers(self.model))
         done = self._changed([f"each {kinds} packed if its mask hides padding", "checked at its first call"])
-        pack_layers(self.model, self.handle, layers)
+        pack_layers(self.model, self.handle, layers, always=self.packing == "always")
         return done
 
     def with_patched_base(self) -> bool:

@@ -17,7 +17,9 @@ from torch import nn
 
 import nt_attention as nta
 from nt_attention import NotPackedError, NotPackedWarning
+from nt_attention.hf.pack import encoder_layers as encoder_layers_file
 from nt_attention.hf.pack.encoder_layers import encoder_layers, tokens_of
+from nt_attention.hf.pack.rules import TOO_SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -226,6 +228,27 @@ def test_spec_augment_and_layerdrop_draw_what_they_draw_unpatched(name):
         assert of_packed.keys() == of_padded.keys()  # the same layers were skipped
         for key, gradient in of_padded.items():
             torch.testing.assert_close(of_packed[key], gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "wavlm"])  # WavLM calls PyTorch's multi_head_attention_forward
+def test_a_model_with_attention_dropout_packs_in_training(name):
+    model = make(name, attention_dropout=0.5).train()
+    with nta.patch(model, on_fallback="raise") as handle:
+        model(**inputs_of(model), labels=labels_of(model))
+    assert handle.calls == {None: 1}
+
+
+@pytest.mark.parametrize("packing", ["auto", "always"])
+def test_layers_run_padded_on_a_cpu_if_the_batch_is_too_small(packing, monkeypatch):
+    model = make("wav2vec2")
+    inputs = inputs_of(model)
+    mask = token_mask(model, inputs)
+    saved = int((~mask).sum()) * model.config.hidden_size**2
+    for least, reason in ((saved, None), (saved + 1, None if packing == "always" else TOO_SMALL)):
+        monkeypatch.setattr(encoder_layers_file, "LEAST_SAVED", least)
+        with nta.patch(model, packing=packing, on_fallback="raise") as handle, torch.no_grad():
+            model(**inputs)
+        assert handle.calls == {reason: 1}
 
 
 @pytest.mark.parametrize("name", sorted(INFERENCE))

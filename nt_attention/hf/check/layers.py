@@ -49,7 +49,7 @@ class FirstBatchesOfLayers:
         """Why the layers of a call run padded, or None. Compares the call if it is due."""
         model, arguments = call.model, call.arguments
         mask = next((x for n, x in arguments.items() if n.endswith("attention_mask") and _is_mask(x)), None)
-        if mask is None or backward_id() != -1 or are_sharded(model):
+        if mask is None or backward_id() != -1:
             return None
         compared = compared_of(model)
         kind = compared.structure.state, model.training, frozenset(arguments), families.dtype_of(model)
@@ -57,7 +57,9 @@ class FirstBatchesOfLayers:
             return reason
         length, (before, _) = mask.shape[1], compared.sizes.get(kind, (0, 0))
         is_due = before == 0 or (self.mode == "first" and length >= 2 * before) or self.mode == "always"
-        if not is_due or not (rows := choose_rows((mask != 0).sum(1).tolist(), longest=2**20)):
+        if not is_due or are_sharded(model):
+            return None
+        if not (rows := choose_rows((mask != 0).sum(1).tolist(), longest=2**20)):
             return None
         with comparing() as is_free:  # waits for a thread that may compare a call of this kind
             if is_free and compared.sizes.get(kind, (0, 0)) == (before, 0):
@@ -126,7 +128,7 @@ class _Comparison:
         with unchanged(self.model), without_dropout():
             want = self._run(running(unpatched=self.call.inner))
             try:
-                got = self._run(running(layers=LayerCalls(lambda reason: None)))
+                got = self._run(running(layers=LayerCalls(lambda reason: None), compared=True))
             except Exception as error:  # the code of any model
                 found = why_raised(self.model, error)
                 return str(found), found.module_class

@@ -37,7 +37,7 @@ from .. import families
 from ..plan import Plan
 from ..route.masks import source_of
 from ..route.packed_mask import PackedMask
-from ..route.packed_row import LayerCalls, PackedRow, current_layers, is_unpatched, running
+from ..route.packed_row import LayerCalls, PackedRow, current_layers, is_compared, is_unpatched, running
 from .attention_code import override_attention
 from .change_model import attention_modules
 from .packing import Packing
@@ -45,6 +45,7 @@ from .padded_modules import add_padded_modules, group_by_length
 from .routes import FallsBack, ModelCall, Unpatched
 from .rules import (
     NO_PADDING,
+    TOO_SMALL,
     WEIGHTS,
     Rule,
     differs_from_padded,
@@ -56,6 +57,8 @@ from .rules import (
 
 MASK = "attention_mask"
 _ROWS = "_nt_attention_rows_of_layers"
+# On a CPU, layers run padded if padding × width² is less (one thread, wav2vec2 of widths 64 to 768, in training).
+LEAST_SAVED = 2**22
 
 
 def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -90,10 +93,11 @@ def kinds_of_layers(model: nn.Module) -> list[str]:
     return sorted({type(layer).__name__ for layer in encoder_layers(model).values()})
 
 
-def pack_layers(model: PreTrainedModel, handle: Handle, first_batches: Any) -> None:
+def pack_layers(model: PreTrainedModel, handle: Handle, first_batches: Any, *, always: bool) -> None:
     """Make the layers of a model pack, and count the calls of the model and of the models in it.
 
-    `first_batches`: a `check.layers.FirstBatchesOfLayers`, which compares calls, and finds what runs padded.
+    `first_batches`: a `check.layers.FirstBatchesOfLayers`, which compares calls, and finds what runs padded. `always`:
+    whether batches that are too small to gain are packed too.
     """
     is_routed = families.routes_attention(model)
     for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
@@ -101,7 +105,8 @@ def pack_layers(model: PreTrainedModel, handle: Handle, first_batches: Any) -> N
         if any(name.endswith(MASK) for name in names):
             override_forward(part, EncoderCall(handle, first_batches, names, is_routed), handle)
     for layer in encoder_layers(model).values():
-        override_forward(layer, LayerCall(handle, tuple(inspect.signature(type(layer).forward).parameters)[1:]), handle)
+        names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
+        override_forward(layer, LayerCall(handle, names, always), handle)
         for module in attention_modules(layer).values():
             override_attention(module, is_routed, handle)
 
@@ -142,7 +147,8 @@ class EncoderCall:
         with running(layers=layers):
             out = original(*args, **kwargs)
         if layers.reason is None or layers.packed:
-            self.handle.count(None if layers.packed else NO_PADDING, *(layers.packed or ()))
+            padded = TOO_SMALL if layers.is_small else NO_PADDING
+            self.handle.count(None if layers.packed else padded, *(layers.packed or ()))
         return out
 
     @outside_of_graphs
@@ -299,10 +305,12 @@ class LayerCall:
     Attributes:
         handle: as in `EncoderCall`.
         names: the names of the layer's arguments. The first are the hidden states (B, L, E).
+        always: whether batches that are too small to gain are packed too.
     """
 
     handle: Handle
     names: tuple[str, ...]
+    always: bool
 
     @inline_only
     def __call__(self, module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -360,6 +368,10 @@ class LayerCall:
             packing = Packing.of(tokens, None, *tokens.shape)
             if packing.saves_nothing:
                 return None
+            if self._is_too_small(packing, hidden):
+                if layers is not None:
+                    layers.is_small = True
+                return None
             if not packing.has_holes:
                 if layers is not None:
                     layers.packed = packing.sizes
@@ -368,6 +380,11 @@ class LayerCall:
         if reason is not None and layers is not None:
             layers.fall_back(reason)
         return None
+
+    def _is_too_small(self, packing: Packing, hidden: Tensor) -> bool:
+        positions, tokens = packing.sizes
+        saved = (positions - tokens) * hidden.shape[2] ** 2
+        return hidden.device.type == "cpu" and not self.always and not is_compared() and saved < LEAST_SAVED
 
 
 def tokens_of(mask: Tensor, rows: int, length: int) -> tuple[Tensor | None, str | None]:

@@ -33,6 +33,7 @@ from .tensor_parallel import DIVIDES_TOKENS, divides_tokens
 
 NO_PADDING = "there is no padding to skip"
 WEIGHTS = "it asks for attention weights"
+TOO_SMALL = "the batch is too small to gain from packing"
 NO_MASK = "it has no attention_mask, so all positions count as tokens"
 Rule = tuple[Callable[[Any], str | None], type[Unpatched]]
 
@@ -97,7 +98,7 @@ def head_needs_rows(call: ModelCall) -> str | None:
 
 def is_too_small(call: ModelCall) -> str | None:
     """The device computes the padding before the host has packed it."""
-    return "the batch is too small to gain from packing" if call.entry.is_small(call) else None
+    return TOO_SMALL if call.entry.is_small(call) else None
 
 
 def has_holes(call: ModelCall) -> str | None:

@@ -71,6 +71,7 @@ class LayerCalls:
     Attributes:
         packed: the number of positions and tokens of the rows, if a layer ran packed; else None.
         reason: why layers ran padded, or None.
+        is_small: whether layers ran padded because the batch is too small to gain.
         token: stands for this call.
         last: what the last layer gave, for the next one.
     """
@@ -79,6 +80,7 @@ class LayerCalls:
         self._fall_back = fall_back
         self.packed: tuple[int, int] | None = None
         self.reason: str | None = None
+        self.is_small = False
         self.token = object()
         self.last: Any = None
 

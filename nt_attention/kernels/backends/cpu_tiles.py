@@ -34,6 +34,7 @@ from ..mods import Positions
 PAIRS_OF_ROW = 64  # a query or a key of the kernel
 PAIRS_OF_COPY = 64  # the same for each row that is gathered
 PAIRS_OF_CALL = 2**20  # a call of the kernel; less on an idle CPU, more on one that other processes use
+SCORES_COST = 8  # a pair whose score is in memory takes about so many times as long
 MOST_STARTS = 256  # shapes of which a group may begin with; limits the time that a plan takes
 MOST_GATHERED = 3 * 2**22  # bytes of a tensor, unless one tile has more; fresh memory for more is slow
 MASKED_ROWS = 128  # queries in a masked tile; limits the size of masks and the computed pairs outside of windows
@@ -198,12 +199,14 @@ class Tiling:
         """The queries of a tile with this many keys."""
         if not self.few_scores:
             return MASKED_ROWS
-        return max(FEW_ROWS, min(MASKED_ROWS, MOST_SCORES // max(1, keys * self.spec.num_heads)))
+        most = max(FEW_ROWS, MOST_SCORES // max(1, keys * self.spec.num_heads))
+        return most if self.spec.window.is_open else min(MASKED_ROWS, most)
 
     @functools.cached_property
     def price(self) -> int:
         """A call in pairs. That of the backward starts threads several times, and both have the same plan."""
-        return PAIRS_OF_CALL * (2 if self.spec.needs_grad else 1)
+        price = PAIRS_OF_CALL // SCORES_COST if changes_scores(self.spec) else PAIRS_OF_CALL
+        return price * (2 if self.spec.needs_grad else 1)
 
     def groups(self, tiles: Ints, key_rows: Ints) -> Iterator[Ints]:
         """The indices of the tiles (n, 7) of each call. `key_rows`: (n,) the row of the first key in memory."""
@@ -348,6 +351,8 @@ def _tiles(queries: int, keys: int, tiling: Tiling) -> list[tuple[int, int, Shap
         return [(0, 0, Shape(queries, keys, None if is_open else 0, causal=not is_open))]
     left, right = spec.window
     tiles, most_rows = [], tiling.rows(int(min(keys, left + right + MASKED_ROWS)))
+    if spec.window.is_open and not spec.has_bias:  # tiles of like sizes; others share masks or biases by their diagonal
+        most_rows = math.ceil(queries / math.ceil(queries / most_rows))
     for first in range(0, queries, most_rows):
         rows = min(most_rows, queries - first)
         low = int(max(0, min(keys, first + shift - left)))
