@@ -24,7 +24,7 @@ def attend(x, sharded, **options):
 
 def attend_without_gradient_of_query(x, sharded):
     q, k, v = (x.detach() * 1.1).unflatten(1, (3, 16)), *((x * factor).unflatten(1, (3, 16)) for factor in (1.3, 0.7))
-    return nta.varlen_attention(q, k, v, sharded, is_causal=True)
+    return nta.varlen_attention(q, k, v, sharded, backend="reference")
 
 
 def one_graph():

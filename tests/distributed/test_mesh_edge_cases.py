@@ -150,18 +150,22 @@ def test_shift_labels_without_labels():
         assert alone == sharded
 
 
-def packed_logits():
-    batch, found = batch_of(**IGNORED), []
-    model = MODELS["llama"]().double()
+def logits_beside_a_loss():
+    """Their packed form, and the gradients of a loss that reads them padded."""
+    batch, model, found = batch_of(**IGNORED), MODELS["llama"]().double(), []
     for more in ({}, {"mesh": mesh_of_all()}):
         with nta.patch(model, **more):
-            found.append(nta.hf.packed(model(**batch).logits))
-    (want, _), (values, sharded) = found
-    torch.testing.assert_close(values, sharded.local(want), rtol=1e-9, atol=1e-9)
+            logits = model(**batch).logits
+            values, layout = nta.hf.packed(logits)
+            grads = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
+            found.append((values, *grads))
+    torch.testing.assert_close(found[1][0], layout.local(found[0][0]), rtol=1e-9, atol=1e-9)
+    for x, want in zip(found[1][1:], found[0][1:], strict=True):
+        torch.testing.assert_close(average(x), want, rtol=1e-9, atol=1e-9)
 
 
-def test_packed_logits_are_those_of_the_rank():
-    run_in_processes(2, packed_logits)
+def test_logits_beside_a_loss():
+    run_in_processes(2, logits_beside_a_loss)
 
 
 def attend(lengths, window, slopes):

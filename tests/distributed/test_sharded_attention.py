@@ -466,7 +466,9 @@ def errors():
     whole = layout.shard(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"])
     assert attend(strided, strided, strided, whole, is_causal=True).is_nested
 
+    elsewhere = DTensor.from_local(q, whole.mesh, [Shard(0)])
     for match, call in {
+        "must be Shard.0. on the mesh of the layout": lambda: attend(elsewhere, elsewhere, elsewhere, sharded),
         "must have the 4 rows of rank": lambda: attend(torch.randn(8, 2, 4), q, q, sharded),
         "dropout is not supported": lambda: attend(q, q, q, sharded, dropout_p=0.1),
         "as many sequences": lambda: attend(q, q, q, sharded, other),
