@@ -199,7 +199,9 @@ def different_batches(what):
         batch["input_ids"][0] = batch["input_ids"][0].flip(0)
     if what == "embeddings":
         batch["inputs_embeds"] = torch.full((*batch.pop("input_ids").shape, 32), 0.1 * rank)
-    nta.patch(model, mesh=mesh)
+    with nta.patch(model, mesh=mesh):
+        model(**padded_batch([9, 4]))
+    nta.patch(model, mesh=mesh)  # compares its first batch too
     with pytest.raises(ValueError, match="the ranks of mesh= have different batches"):
         model(**batch)
 
