@@ -201,6 +201,7 @@ MISTAKES = {
     "patch without mesh": "is not patched with a mesh",
     "removed patch": "is not patched with a mesh",
     "data set without length": r'pass accelerator_config=\{"dispatch_batches": False\}',
+    "dispatched batches": r'pass accelerator_config=\{"dispatch_batches": False\}',
     "other rows": "different batches",
     "no torchrun": "accelerate sees 1 processes, but the process group has 4",
     "DeepSpeed": "DeepSpeed does not work with a model that is patched with a mesh",
@@ -249,6 +250,7 @@ def errors_of_rank(names, folder):
                 model(**collate(ROWS[:2]))  # the patch compares the first batch alone, which is the same
                 more["train_dataset"] = ROWS[torch.distributed.get_rank() :]
             more |= {"local tokens": {"average_tokens_across_devices": False}}.get(name, {})
+            more |= {"dispatched batches": {"accelerator_config": {"dispatch_batches": True}}}.get(name, {})
             more |= {"gathered objects": {"eval_use_gather_object": True}}.get(name, {})
             try:
                 make(ShardedTrainer, folder, model, 4, **more).train()
