@@ -22,6 +22,11 @@ def attend(x, sharded, **options):
     return nta.varlen_attention(q, k, v, sharded, **{"is_causal": True, **options})
 
 
+def attend_without_gradient_of_query(x, sharded):
+    q, k, v = (x.detach() * 1.1).unflatten(1, (3, 16)), *((x * factor).unflatten(1, (3, 16)) for factor in (1.3, 0.7))
+    return nta.varlen_attention(q, k, v, sharded, backend="reference")
+
+
 def one_graph():
     """Of one graph: its memory is freed without a backward, and a backward refuses what would be wrong."""
     torch._dynamo.reset()
@@ -44,6 +49,10 @@ def one_graph():
         out.sum().backward()
     with pytest.raises(Exception, match="must be True or False"):
         compiled(x, sharded, is_causal=1)
+    eager = attend_without_gradient_of_query
+    outs = [call(x, sharded) for call in (eager, torch.compile(eager, backend="aot_eager"))]
+    want, found = (torch.autograd.grad(out.square().sum(), x)[0] for out in outs)
+    torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
 
 
 def test_one_graph():

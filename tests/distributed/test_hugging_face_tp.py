@@ -207,12 +207,16 @@ def check_tokens_divided():
     nta.patch(model, on_fallback="raise")
     with pytest.raises(NotPackedError, match="divide the tokens"):
         model(**make_batch())
-    model = make("llama")
-    divide(model, "transformers")
-    OfTransformers(output_layouts=Shard(1)).install_forward(model.model.layers[1].mlp.up_proj, mesh)
-    nta.patch(model, on_fallback="raise")
-    with pytest.raises(NotPackedError, match="divide the tokens"):
-        model(**make_batch())
+    for is_of_torch in (True, False):
+        model = make("llama")
+        if is_of_torch:
+            parallelize_module(model, mesh, {"model.norm": SequenceParallel()})
+        else:
+            divide(model, "transformers")
+            OfTransformers(output_layouts=Shard(1)).install_forward(model.model.layers[1].mlp.up_proj, mesh)
+        nta.patch(model, on_fallback="raise")
+        with pytest.raises(NotPackedError, match="divide the tokens"):
+            model(**make_batch())
 
 
 def test_sequence_parallelism_runs_padded():

@@ -11,11 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
     BertForSequenceClassification,
     DebertaV2Config,
     DebertaV2Model,
     EsmConfig,
     EsmForMaskedLM,
+    JambaConfig,
+    JambaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -28,14 +31,27 @@ from transformers import (
 
 import nt_attention as nta
 
+
+class OwnLoss(LlamaForCausalLM):
+    """Shifts labels by itself, as older models do."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **more):
+        out = super().forward(input_ids, attention_mask=attention_mask, **more)
+        if labels is not None:
+            out.loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return out
+
+
 MODELS = {
     "bert": lambda: BertForMaskedLM(BertConfig(**SMALL, **NO_DROPOUT)),
     "bert dropout": lambda: BertForMaskedLM(BertConfig(**SMALL)),
+    "bert pretraining": lambda: BertForPreTraining(BertConfig(**SMALL, **NO_DROPOUT)),
     "bert sequences": lambda: BertForSequenceClassification(BertConfig(**SMALL, **NO_DROPOUT)),
     "esm": lambda: EsmForMaskedLM(
         EsmConfig(**SMALL, **NO_DROPOUT, mask_token_id=4, position_embedding_type="rotary", token_dropout=True)
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**DECODER)),
+    "llama, own loss": lambda: OwnLoss(LlamaConfig(**DECODER)),
     "llama sequences": lambda: LlamaForSequenceClassification(LlamaConfig(**DECODER)),
     "llama tokens": lambda: LlamaForTokenClassification(LlamaConfig(**DECODER, num_labels=5, classifier_dropout=0.0)),
     "window of 1": lambda: MistralForCausalLM(MistralConfig(**DECODER, sliding_window=1)),
@@ -85,6 +101,14 @@ CASES = {
     # the label that replaces those of a rank without labels must not be 0
     "ignore_index of 0, a rank without labels": ("llama", batch_of(rare, ignore_index=0)),
     "a base model that gets no mask": ("esm", batch_of()),
+    "labels that are shifted": (
+        "llama",
+        batch_of(**IGNORED, shift_labels=padded_batch([23, 1, 5, 12, 40], 6)["input_ids"]),
+    ),
+    "a loss that shifts labels": ("llama, own loss", batch_of(**IGNORED)),
+    "a loss of sequences too": ("bert pretraining", batch_of(**IGNORED, next_sentence_label=torch.arange(5) % 2)),
+    "fewer tokens than ranks": ("bert", batch_of(**IGNORED, lengths=[1])),
+    "the last logits alone": ("llama", batch_of(lengths=[9, 9], logits_to_keep=2)),
 }
 
 
@@ -126,6 +150,24 @@ def test_shift_labels_without_labels():
         assert alone == sharded
 
 
+def logits_beside_a_loss():
+    """Their packed form, and the gradients of a loss that reads them padded."""
+    batch, model, found = batch_of(**IGNORED), MODELS["llama"]().double(), []
+    for more in ({}, {"mesh": mesh_of_all()}):
+        with nta.patch(model, **more):
+            logits = model(**batch).logits
+            values, layout = nta.hf.packed(logits)
+            grads = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
+            found.append((values, *grads))
+    torch.testing.assert_close(found[1][0], layout.local(found[0][0]), rtol=1e-9, atol=1e-9)
+    for x, want in zip(found[1][1:], found[0][1:], strict=True):
+        torch.testing.assert_close(average(x), want, rtol=1e-9, atol=1e-9)
+
+
+def test_logits_beside_a_loss():
+    run_in_processes(2, logits_beside_a_loss)
+
+
 def attend(lengths, window, slopes):
     mesh = mesh_of_all()
     layout = nta.SequenceLayout.from_lengths(lengths)
@@ -150,15 +192,21 @@ def test_slopes_of_each_sequence_on_a_rank_without_tokens():
 
 def different_batches(what):
     mesh, rank = mesh_of_all(), torch.distributed.get_rank()
-    model, batch = MODELS["llama"](), padded_batch([9, 4] if what == "ids" or not rank else [8, 5])
+    model, batch = MODELS["llama"](), padded_batch([8, 5] if what == "lengths" and rank else [9, 4])
     if what == "ids" and rank:
         batch["input_ids"][0, 1] += 1
-    nta.patch(model, mesh=mesh)
+    if what == "order" and rank:
+        batch["input_ids"][0] = batch["input_ids"][0].flip(0)
+    if what == "embeddings":
+        batch["inputs_embeds"] = torch.full((*batch.pop("input_ids").shape, 32), 0.1 * rank)
+    with nta.patch(model, mesh=mesh):
+        model(**padded_batch([9, 4]))
+    nta.patch(model, mesh=mesh)  # compares its first batch too
     with pytest.raises(ValueError, match="the ranks of mesh= have different batches"):
         model(**batch)
 
 
-@pytest.mark.parametrize("what", ["ids", "lengths"])
+@pytest.mark.parametrize("what", ["ids", "order", "embeddings", "lengths"])
 def test_ranks_with_different_batches(what):
     run_in_processes(2, different_batches, what)
 
@@ -172,18 +220,23 @@ def arguments_of_patch():
         (ValueError, "leave out padding_free=False or mesh", "llama", {"mesh": mesh, "padding_free": False}),
         (ValueError, "has an encoder and a decoder", "t5", {"mesh": mesh}),
         (ValueError, "all tokens of a sequence on one rank", "deberta", {"mesh": mesh}),
+        (ValueError, "keeps a state along the row", "state", {"mesh": mesh}),
+        (ValueError, "scales them by the length of sequences", "scaled", {"mesh": mesh}),
         (ValueError, "patch does not change a single nn.MultiheadAttention", "attention", {"mesh": mesh}),
     ):
         with pytest.raises(error, match=match):
             nta.patch(MORE_MODELS[model](), **more)
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 MORE_MODELS = {
     **MODELS,
     "t5": lambda: T5ForConditionalGeneration(
         T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=61)
     ),
     "deberta": lambda: DebertaV2Model(DebertaV2Config(**SMALL, relative_attention=True)),
+    "state": lambda: JambaForCausalLM(JambaConfig(**DECODER, num_experts=1, use_mamba_kernels=False)),
+    "scaled": lambda: LlamaForCausalLM(LlamaConfig(**DECODER, rope_parameters=DYNAMIC)),
     "attention": lambda: torch.nn.ModuleList([torch.nn.MultiheadAttention(8, 2)]),
 }
 

@@ -34,11 +34,11 @@ def case(rows, terms, widths, is_strided, has_second, dtype=torch.float32):
     return table, keys, second, want
 
 
-# rows, terms, widths, is_strided, has_second
+# rows, terms, widths, is_strided, has_second, and the dtype
 CASES = [
     (9, 1, (24, 24), False, False),
     (9, 1, (8, 40), True, True),
-    (70, 3, (1500, 20), False, True),
+    (70, 3, (1500, 20), False, True, torch.bfloat16),
     (1, 2, (5, 3), True, True),
 ]
 

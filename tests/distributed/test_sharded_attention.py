@@ -342,6 +342,44 @@ def test_a_document_changes_no_other():
     assert np.abs(one[30:42] - other[30:42]).min() > 0
 
 
+def calls_on_one_layout():
+    lengths, mesh, every = [40, 7], mesh_of_all(), (0, 1, 2)
+    layout = nta.SequenceLayout.from_lengths(lengths)
+    sharded = layout.shard(mesh)
+    for heads, dtype, needed, options, key_lengths in (
+        (4, torch.float64, (), {"backend": "reference"}, None),
+        (4, torch.float64, (2,), {"backend": "reference"}, None),
+        (4, torch.float64, every, {"scale": 0.2}, None),
+        (4, torch.float64, every, {"scale": 0.9}, None),
+        (4, torch.float64, (1,), {"scale": 0.9, "softcap": 1.0}, None),
+        (2, torch.float64, every, {"scale": 0.9}, None),
+        (2, torch.float32, every, {"scale": 0.9}, None),
+        (2, torch.float32, every, {"scale": 0.9}, [3, 50]),
+        (2, torch.float32, every, {"scale": 0.9}, [41, 12]),
+    ):
+        keys = None if key_lengths is None else nta.SequenceLayout.from_lengths(key_lengths)
+        of_keys = None if keys is None else keys.shard(mesh)
+        *inputs, weights, _ = (x.to(dtype) for x in inputs_of(lengths, heads, 2, key_lengths))
+        cuts = [sharded.local, *[(of_keys or sharded).local] * 2]
+        results = []
+        for layouts, own in (((layout, keys), [torch.clone] * 3), ((sharded, of_keys), cuts)):
+            tensors = [cut(x).requires_grad_(i in needed) for i, (cut, x) in enumerate(zip(own, inputs, strict=True))]
+            out = nta.varlen_attention(*tensors, *layouts, is_causal=True, **options)
+            assert out.requires_grad == bool(needed)
+            if needed:
+                (out * own[0](weights)).sum().backward()
+            results.append([out.detach(), *[x.grad for x in tensors]])
+        for cut, want, found in zip((sharded.local, *cuts), *results, strict=True):
+            assert (want is None) == (found is None)
+            if want is not None:
+                torch.testing.assert_close(found, cut(want))
+
+
+def test_calls_on_one_layout():
+    """Each call has other options, shapes, dtypes, keys or needs of gradients than the one before."""
+    run_in_processes(2, calls_on_one_layout)
+
+
 class CountedCalls:
     def __init__(self):
         self.count, self.real = 0, torch.distributed.all_to_all_single
@@ -390,12 +428,12 @@ def test_changes_in_place():
 def modes():
     """A backward runs twice, also on a rank without tokens; inference mode; autocast; no second derivatives."""
     mesh = mesh_of_all()
-    few = nta.SequenceLayout.from_lengths([0, 1]).shard(mesh)
-    q = torch.randn(few.total, 2, 4, requires_grad=True)
-    out = nta.varlen_attention(q, q, q, few, backend="reference").sum()
-    first, second = (torch.autograd.grad(out, q, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    sharded = nta.SequenceLayout.from_lengths([9, 4]).shard(mesh)
+    few, sharded = (nta.SequenceLayout.from_lengths(lengths).shard(mesh) for lengths in ([0, 1], [9, 4]))
+    for each in (few, sharded):
+        q = torch.randn(each.total, 2, 4, requires_grad=True)
+        out = nta.varlen_attention(q, q, q, each, backend="reference").sum()
+        first, second = (torch.autograd.grad(out, q, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
     q = torch.randn(sharded.total, 2, 4, requires_grad=True)
     out = nta.varlen_attention(q, q, q, sharded, is_causal=True)
     with torch.inference_mode():
@@ -428,7 +466,9 @@ def errors():
     whole = layout.shard(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"])
     assert attend(strided, strided, strided, whole, is_causal=True).is_nested
 
+    elsewhere = DTensor.from_local(q, whole.mesh, [Shard(0)])
     for match, call in {
+        "must be Shard.0. on the mesh of the layout": lambda: attend(elsewhere, elsewhere, elsewhere, sharded),
         "must have the 4 rows of rank": lambda: attend(torch.randn(8, 2, 4), q, q, sharded),
         "dropout is not supported": lambda: attend(q, q, q, sharded, dropout_p=0.1),
         "as many sequences": lambda: attend(q, q, q, sharded, other),

@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DistributedType
 from processes import run_in_processes, under_torchrun
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer
 from torch.distributed.device_mesh import init_device_mesh
@@ -200,16 +201,26 @@ MISTAKES = {
     "patch without mesh": "is not patched with a mesh",
     "removed patch": "is not patched with a mesh",
     "data set without length": r'pass accelerator_config=\{"dispatch_batches": False\}',
+    "dispatched batches": r'pass accelerator_config=\{"dispatch_batches": False\}',
     "other rows": "different batches",
     "no torchrun": "accelerate sees 1 processes, but the process group has 4",
+    "DeepSpeed": "DeepSpeed does not work with a model that is patched with a mesh",
+    "several GPUs": "one process has 2 GPUs",
     "local tokens": "average_tokens_across_devices=False",
     "gathered objects": "eval_use_gather_object=True",
     "ranks apart": r"has the ranks \[0, 2\], but must have neighbours, such as \[0, 1\]",
     "another size": "ParallelismConfig has cp_size=4, but the model is patched with a mesh of 2 ranks: pass cp_size=2",
+    "tensor parallel too": "tp_size=2 and sp_size=1 do not work with a mesh: pass cp_size=2 alone",
     "FSDP alone": r"FSDP needs parallelism_config=ParallelismConfig\(cp_size=2\)",
 }
 
-WITH_FSDP = ("FSDP alone", "another size")
+SIZES = {"another size": {"cp_size": 4}, "tensor parallel too": {"cp_size": 2, "tp_size": 2}}
+# What the process would see: class, attribute, value.
+SEEN = {
+    "DeepSpeed": (Accelerator, "distributed_type", DistributedType.DEEPSPEED),
+    "several GPUs": (TrainingArguments, "n_gpu", 2),
+}
+WITH_FSDP = ("FSDP alone", *SIZES)
 
 
 def errors_of_rank(names, folder):
@@ -218,7 +229,10 @@ def errors_of_rank(names, folder):
 
     errors = {}
     for name in names:
-        with contextlib.nullcontext() if name == "no torchrun" else under_torchrun(fsdp=name in WITH_FSDP):
+        environment = contextlib.nullcontext() if name == "no torchrun" else under_torchrun(fsdp=name in WITH_FSDP)
+        with environment, pytest.MonkeyPatch.context() as patch:
+            if name in SEEN:
+                patch.setattr(*SEEN[name])
             model, more = make_model(), {}
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
             if name != "no patch":
@@ -226,15 +240,17 @@ def errors_of_rank(names, folder):
                 handle = nta.patch(model, mesh=mesh)
             if name == "removed patch":
                 handle.remove()
-            if name == "another size":
-                more["parallelism_config"] = ParallelismConfig(cp_size=4)
+            if name in SIZES:
+                more["parallelism_config"] = ParallelismConfig(**SIZES[name])
             if name in WITH_FSDP:
                 more |= {"fsdp": True, "fsdp_config": FSDP, "accelerator_config": {"use_configured_state": True}}
             if name == "data set without length":
                 more["train_dataset"] = Stream()
             if name == "other rows":
+                model(**collate(ROWS[:2]))  # the patch compares the first batch alone, which is the same
                 more["train_dataset"] = ROWS[torch.distributed.get_rank() :]
             more |= {"local tokens": {"average_tokens_across_devices": False}}.get(name, {})
+            more |= {"dispatched batches": {"accelerator_config": {"dispatch_batches": True}}}.get(name, {})
             more |= {"gathered objects": {"eval_use_gather_object": True}}.get(name, {})
             try:
                 make(ShardedTrainer, folder, model, 4, **more).train()

@@ -31,12 +31,6 @@ from .packing import Packing
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Argument → why a call with it and a mesh falls back to the padded forward.
-_NOT_SUPPORTED = {
-    "logits_to_keep": "it asks for the logits of some tokens, and each rank has other tokens",
-    "next_sentence_label": "it asks for a loss of whole sequences, which is added to that of tokens",
-}
-
 
 def why_not_sharded(plan: Plan, needs_row: bool, is_routed: bool) -> str | None:
     """Why the tokens of a model can't be divided over ranks, or None. The arguments are those of `PackedCall`."""
@@ -51,9 +45,9 @@ def why_not_sharded(plan: Plan, needs_row: bool, is_routed: bool) -> str | None:
 
 def why_call_not_sharded(model: nn.Module, head: Head | None, arguments: dict[str, Any]) -> str | None:
     """Why a call can't be divided over ranks, or None."""
-    for name, reason in _NOT_SUPPORTED.items():
-        if name in arguments and not (isinstance(arguments[name], int) and arguments[name] == 0):
-            return reason
+    kept = arguments.get("logits_to_keep", 0)
+    if not (isinstance(kept, int) and kept == 0):
+        return "it asks for the logits of some tokens, and each rank has other tokens"
     if head == "next token" and "labels" in arguments and not _passes_arguments_to_loss(cast(Any, type(model))):
         return "its loss shifts labels by itself"
     return None
