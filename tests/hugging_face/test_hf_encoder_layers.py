@@ -14,6 +14,7 @@ import transformers
 from small_models import encoder_inputs, small_encoder
 from sweeps import sweep_except
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import nt_attention as nta
 from nt_attention import NotPackedError, NotPackedWarning
@@ -214,6 +215,23 @@ def test_losses_and_gradients_in_training(name, checkpointing):
     largest = max(float(x.abs().max()) for x in of_padded.values())
     for key, gradient in of_padded.items():
         assert float((of_packed[key] - gradient).abs().max()) <= tolerance * largest, key
+
+
+def test_checkpoints_around_layers():
+    """As of FSDP's activation checkpointing: each layer packs again in the backward."""
+    model = make("wav2vec2").train()
+    inputs = {**inputs_of(model), "labels": labels_of(model)}
+    want, of_padded = gradients(model, inputs)
+    layers = model.wav2vec2.encoder.layers
+    with nta.patch(model, on_fallback="raise") as handle:
+        for i, layer in enumerate(layers):
+            layers[i] = checkpoint_wrapper(layer)
+        got, of_packed = gradients(model, inputs)
+    assert handle.calls == {None: 1}
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-6, atol=0)
+    of_packed = {key.replace("_checkpoint_wrapped_module.", ""): x for key, x in of_packed.items()}
+    for key, gradient in of_padded.items():
+        torch.testing.assert_close(of_packed[key], gradient, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["wav2vec2", "wavlm"])

@@ -31,6 +31,7 @@ from ...torch_private import (
     inside_compiled,
     is_transformed,
     pytree,
+    saved_tensors_hooks,
     version_of,
 )
 from .. import families
@@ -325,7 +326,9 @@ class LayerCall:
         rows = self._rows(module, original, hidden, mask) if isinstance(mask, Tensor) else None
         if rows is None:
             return original(*args, **kwargs)
-        call = None if any(forward_hooks_of(module)) or has_hooks_of_all_modules() else current_layers()
+        is_observed = any(forward_hooks_of(module)) or has_hooks_of_all_modules()
+        is_observed |= saved_tensors_hooks(True) is not None  # a checkpoint runs the layer again, without the last one
+        call = None if is_observed else current_layers()
         values = None if call is None else _packed_before(hidden, call)
         values = rows.packing.pack(hidden) if values is None else values
         with running(row=rows.row):
