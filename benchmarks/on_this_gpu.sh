@@ -10,26 +10,26 @@
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 # each step has other sizes, and padded Llama needs most of the memory
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keep 300 hugging_face benchmarks/hugging_face.py
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keep 240 hugging_face benchmarks/hugging_face.py --steps 7
 keep 120 backends benchmarks/backends.py
-for task in pairs triplets cross; do
+keep 120 tree_attention benchmarks/tree_attention.py --rounds 7 --shapes 8
+keep 150 held_out benchmarks/held_out.py --seed 20261130 --processes 15
+keep 90 continuous_batching benchmarks/continuous_batching.py --rounds 2
+for task in pairs cross triplets; do
   keep 100 small_models benchmarks/small_models.py $task --warm-up 60 --rounds 3
 done
 keep 80 classification benchmarks/trainers.py --device cuda --task classification --batch-size 32 --steps 60 --warm 40 --rounds 2
-keep 60 multihead benchmarks/multihead.py --workload A --embed-dim 1024 --heads 16
-keep 40 multihead benchmarks/multihead.py --workload E
-keep 120 tree_attention benchmarks/tree_attention.py --rounds 7 --shapes 8
-keep 150 held_out benchmarks/held_out.py --seed 20261130 --processes 15
 keep 120 shared_prefixes_steps benchmarks/shared_prefixes_steps.py --rounds 3
-keep 90 continuous_batching benchmarks/continuous_batching.py --rounds 2
-for total in "pairs --model bert --rows 426" "causal --rows 56"; do
+for total in "causal --rows 56" "pairs --model bert --rows 426"; do
   keep 150 total_time benchmarks/small_models.py $total --total 500 --ways patch 'cuda_graphs="auto"'
 done
+keep 60 multihead benchmarks/multihead.py --workload A --embed-dim 1024 --heads 16
+keep 40 multihead benchmarks/multihead.py --workload E
 keep 90 transformer_encoder benchmarks/transformer_encoder.py --rounds 10
-keep 100 paged_decoding benchmarks/paged_decoding.py --parts workloads --rounds 5
-keep 90 trainers benchmarks/trainers.py --device cuda --rounds 2
-keep 60 cuda_graphs benchmarks/cuda_graphs.py
 keep 90 hybrids benchmarks/hybrids.py --models qwen3_5 --width 1024 --rounds 3
+keep 90 trainers benchmarks/trainers.py --device cuda --rounds 2
+keep 100 paged_decoding benchmarks/paged_decoding.py --parts workloads --rounds 5
+keep 60 cuda_graphs benchmarks/cuda_graphs.py
 keep 60 host_time benchmarks/host_time.py
 for model in bert modernbert; do
   keep 140 compiled_models benchmarks/hugging_face.py --models $model --steps 6 \
