@@ -12,6 +12,7 @@ export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$
 # each step has other sizes, and padded Llama needs most of the memory
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keep 240 hugging_face benchmarks/hugging_face.py --steps 7
 keep 120 backends benchmarks/backends.py
+keep 90 transformer_encoder benchmarks/transformer_encoder.py --rounds 7
 keep 120 tree_attention benchmarks/tree_attention.py --rounds 7 --shapes 8
 keep 150 held_out benchmarks/held_out.py --seed 20261130 --processes 15
 keep 90 continuous_batching benchmarks/continuous_batching.py --rounds 2
@@ -25,7 +26,6 @@ for total in "causal --rows 56" "pairs --model bert --rows 426"; do
 done
 keep 60 multihead benchmarks/multihead.py --workload A --embed-dim 1024 --heads 16
 keep 40 multihead benchmarks/multihead.py --workload E
-keep 90 transformer_encoder benchmarks/transformer_encoder.py --rounds 10
 keep 90 hybrids benchmarks/hybrids.py --models qwen3_5 --width 1024 --rounds 3
 keep 90 trainers benchmarks/trainers.py --device cuda --rounds 2
 keep 100 paged_decoding benchmarks/paged_decoding.py --parts workloads --rounds 5
