@@ -199,6 +199,17 @@ class TestTilesOfScores:
         assert out.isnan().any(-1).nonzero()[:, 0].unique().tolist() == [2, 40]
         assert lse.isnan().nonzero()[:, 0].unique().tolist() == [2, 40]
 
+    @pytest.mark.parametrize("lengths", [[64, 5, 9, 1, 6, 6], [*draw_lengths("lognormal:512", 6000)]])
+    def test_the_first_forward_of_a_checkpoint_drops_the_same_weights(self, lengths):
+        """It runs without gradients, which no choice of tiles may depend on."""
+        case = Problem(lengths, dtype=torch.float32, options={"dropout_p": 0.4})
+        inputs, found = {name: x.requires_grad_() for name, x in case.inputs.items()}, []
+        for with_gradients in (False, True):
+            torch.manual_seed(5)
+            with torch.set_grad_enabled(with_gradients):
+                found.append(call(case, "cpu")(**inputs, **case.options))
+        torch.testing.assert_close(*[[x.detach() for x in each] for each in found], rtol=1e-5, atol=1e-5)
+
     @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"dropout_p": 0.0, "score_mod": lambda s, *_: s * 0.5}])
     def test_autocast_changes_no_precision(self, options):
         case = problem("self", "causal", "gqa", dtype=torch.float32)

@@ -204,9 +204,12 @@ class Tiling:
 
     @functools.cached_property
     def price(self) -> int:
-        """A call in pairs. That of the backward starts threads several times, and both have the same plan."""
+        """A call in pairs. That of the backward starts threads several times, and both have the same plan.
+
+        With dropout it is that of a forward without gradients too: the first one of a checkpoint draws the same numbers.
+        """
         price = PAIRS_OF_CALL // SCORES_COST if changes_scores(self.spec) else PAIRS_OF_CALL
-        return price * (2 if self.spec.needs_grad else 1)
+        return price * (2 if self.spec.needs_grad or self.spec.dropout_p else 1)
 
     def groups(self, tiles: Ints, key_rows: Ints) -> Iterator[Ints]:
         """The indices of the tiles (n, 7) of each call. `key_rows`: (n,) the row of the first key in memory."""
