@@ -206,7 +206,7 @@ class Tiling:
     def price(self) -> int:
         """A call in pairs. That of the backward starts threads several times, and both have the same plan.
 
-        With dropout it is that of a forward without gradients too: the first one of a checkpoint draws the same numbers.
+        With dropout it is that of a forward without gradients too: the first of a checkpoint draws the same numbers.
         """
         price = PAIRS_OF_CALL // SCORES_COST if changes_scores(self.spec) else PAIRS_OF_CALL
         return price * (2 if self.spec.needs_grad or self.spec.dropout_p else 1)
