@@ -31,7 +31,7 @@ SECTION = re.compile(r"^`python (.+)`, at commit ([0-9a-f]{7})$", re.MULTILINE)
 FOLDERS = ("nt_attention", "benchmarks", "examples")
 SHARED = ("benchmarks/by_turns.py", "benchmarks/workloads.py", "examples/shared_data.py")
 KERNELS = "nt_attention/kernels/"
-ONLY_ON_CPU = (f"{KERNELS}backends/cpu.py",)
+ONLY_ON_CPU = (f"{KERNELS}backends/cpu",)
 ONLY_ON_GPU = (
     *(f"{KERNELS}{name}" for name in ("token_tiled/", "split_kv/", "launch.py", "bounds_kernels", "tree_kernels")),
     *(f"{KERNELS}{name}" for name in ("backends/flash", "backends/torch_", "measured/", "verified/", "cost_model.py")),
