@@ -49,7 +49,7 @@ def _seed() -> None:
 def _small_layers_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of encoders of audio and images pack, though the models of tests are too small to gain on a CPU."""
     if "transformers" in sys.modules:
-        monkeypatch.setattr("nt_attention.hf.pack.encoder_layers.LEAST_SAVED", 0)
+        monkeypatch.setattr("nt_attention.hf.pack.small_batches.LEAST_SAVED", 0)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import nt_attention as nta
 from nt_attention import NotPackedError, NotPackedWarning
-from nt_attention.hf.pack import encoder_layers as encoder_layers_file
+from nt_attention.hf.pack import small_batches
 from nt_attention.hf.pack.encoder_layers import encoder_layers, tokens_of
 from nt_attention.hf.pack.rules import TOO_SMALL
 
@@ -263,7 +263,7 @@ def test_layers_run_padded_on_a_cpu_if_the_batch_is_too_small(packing, monkeypat
     mask = token_mask(model, inputs)
     saved = int((~mask).sum()) * model.config.hidden_size**2
     for least, reason in ((saved, None), (saved + 1, None if packing == "always" else TOO_SMALL)):
-        monkeypatch.setattr(encoder_layers_file, "LEAST_SAVED", least)
+        monkeypatch.setattr(small_batches, "LEAST_SAVED", least)
         with nta.patch(model, packing=packing, on_fallback="raise") as handle, torch.no_grad():
             model(**inputs)
         assert handle.calls == {reason: 1}

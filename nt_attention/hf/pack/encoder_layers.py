@@ -55,11 +55,10 @@ from .rules import (
     route_of,
     was_given_other_attention,
 )
+from .small_batches import saves_little
 
 MASK = "attention_mask"
 _ROWS = "_nt_attention_rows_of_layers"
-# On a CPU, layers run padded if padding × width² is less (one thread, wav2vec2 of widths 64 to 768, in training).
-LEAST_SAVED = 2**22
 
 
 def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -371,7 +370,8 @@ class LayerCall:
             packing = Packing.of(tokens, None, *tokens.shape)
             if packing.saves_nothing:
                 return None
-            if self._is_too_small(packing, hidden):
+            is_small = saves_little(*packing.sizes, hidden.shape[2], hidden.device)
+            if is_small and not self.always and not is_compared():
                 if layers is not None:
                     layers.is_small = True
                 return None
@@ -383,11 +383,6 @@ class LayerCall:
         if reason is not None and layers is not None:
             layers.fall_back(reason)
         return None
-
-    def _is_too_small(self, packing: Packing, hidden: Tensor) -> bool:
-        positions, tokens = packing.sizes
-        saved = (positions - tokens) * hidden.shape[2] ** 2
-        return hidden.device.type == "cpu" and not self.always and not is_compared() and saved < LEAST_SAVED
 
 
 def tokens_of(mask: Tensor, rows: int, length: int) -> tuple[Tensor | None, str | None]:

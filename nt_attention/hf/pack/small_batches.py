@@ -17,6 +17,7 @@ from .. import families
 HOST_MS = 1.08  # of a packed layer, in inference and, for a third of a training step, in training
 BYTES_PER_MS = 4.3e9
 OPERATIONS_PER_MS = {2: 650e9, 4: 45e9}  # by the bytes of a number
+LEAST_SAVED = 2**22  # on a CPU, padding × width²; of wav2vec2 with widths from 64 to 768, in training with one thread
 # Arguments with which a small batch is packed: positions may show several sequences in a row, and the logits of some
 # positions do not show which of them are padding.
 _READ = ("position_ids", "cu_seq_lens_q", "logits_to_keep")
@@ -47,6 +48,11 @@ class Size(NamedTuple):
         operations = 24 * self.width + 4 * length  # for each value of a hidden state: matrix products and attention
         ms = operations / OPERATIONS_PER_MS.get(itemsize, 45e9) + 45 * itemsize / BYTES_PER_MS  # 15 kernels
         return length <= self.longest and rows * length * self.width * ms < HOST_MS
+
+
+def saves_little(positions: int, tokens: int, width: int, device: torch.device) -> bool:
+    """Whether packed layers of an encoder of audio or images would gain nothing: on a CPU they cost a few ms a call."""
+    return device.type == "cpu" and (positions - tokens) * width**2 < LEAST_SAVED
 
 
 def may_run_padded(arguments: dict[str, Any]) -> bool:
