@@ -256,6 +256,23 @@ def test_a_model_with_attention_dropout_packs_in_training(name):
     assert handle.calls == {None: 1}
 
 
+def test_no_memory_for_the_comparison():
+    """The error reaches the caller, who may pass a smaller batch. Later batches are packed."""
+    model = make("wav2vec2")
+
+    def fail(module, args, kwargs):
+        if len(args[0] if args else kwargs["hidden_states"]) == 1:  # a packed row
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with nta.patch(model, on_fallback="raise") as handle, torch.no_grad():
+        hook = model.wav2vec2.encoder.layers[0].attention.register_forward_pre_hook(fail, with_kwargs=True)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(**inputs_of(model))
+        hook.remove()
+        model(**inputs_of(model))
+    assert handle.calls == {None: 1}
+
+
 @pytest.mark.parametrize("packing", ["auto", "always"])
 def test_layers_run_padded_on_a_cpu_if_the_batch_is_too_small(packing, monkeypatch):
     model = make("wav2vec2")

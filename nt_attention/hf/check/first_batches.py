@@ -257,7 +257,7 @@ class _Comparison:
                 got = self._packed(self.call)
             except (UnknownOutputError, OtherLengthError):  # the call itself falls back
                 return None
-            except torch.OutOfMemoryError:  # padded, it would need more
+            except torch.OutOfMemoryError:  # the padded run needs more
                 raise
             except Exception as error:  # the code of any model
                 return f"it raises {first_line(error)}"

@@ -129,6 +129,8 @@ class _Comparison:
             want = self._run(running(unpatched=self.call.inner))
             try:
                 got = self._run(running(layers=LayerCalls(lambda reason: None), compared=True))
+            except torch.OutOfMemoryError:  # the padded run needs more
+                raise
             except Exception as error:  # the code of any model
                 found = why_raised(self.model, error)
                 return str(found), found.module_class
