@@ -97,6 +97,7 @@ def main() -> None:
 
 
 def compile_in_processes(options: argparse.Namespace) -> None:
+    """Call each backend on the batches once, in processes with a part of the batches each."""
     this = [sys.executable, "-W", "ignore", __file__, "--seed", str(options.seed), "--batches", str(options.batches)]
     parts = [[*this, "--compile", str(k), str(options.processes)] for k in range(options.processes)]
     for process in [subprocess.Popen(part, stdout=subprocess.DEVNULL) for part in parts]:

@@ -45,8 +45,8 @@ def why_not_sharded(plan: Plan, needs_row: bool, is_routed: bool) -> str | None:
 
 def why_call_not_sharded(model: nn.Module, head: Head | None, arguments: dict[str, Any]) -> str | None:
     """Why a call can't be divided over ranks, or None."""
-    kept = arguments.get("logits_to_keep", 0)
-    if not (isinstance(kept, int) and kept == 0):
+    to_keep = arguments.get("logits_to_keep", 0)
+    if not (isinstance(to_keep, int) and to_keep == 0):
         return "it asks for the logits of some tokens, and each rank has other tokens"
     if head == "next token" and "labels" in arguments and not _passes_arguments_to_loss(cast(Any, type(model))):
         return "its loss shifts labels by itself"

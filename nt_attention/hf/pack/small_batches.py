@@ -17,7 +17,8 @@ from .. import families
 HOST_MS = 1.08  # of a packed layer, in inference and, for a third of a training step, in training
 BYTES_PER_MS = 4.3e9
 OPERATIONS_PER_MS = {2: 650e9, 4: 45e9}  # by the bytes of a number
-LEAST_SAVED = 2**22  # on a CPU, padding × width²; of wav2vec2 with widths from 64 to 768, in training with one thread
+# Positions of padding × width². Measured on a CPU with wav2vec2 of widths from 64 to 768, in training with one thread.
+LEAST_SAVED = 2**22
 # Arguments with which a small batch is packed: positions may show several sequences in a row, and the logits of some
 # positions do not show which of them are padding.
 _READ = ("position_ids", "cu_seq_lens_q", "logits_to_keep")
