@@ -8,9 +8,9 @@
 Each section of a file in benchmarks/results names its command and the commit that was measured. From the program of the
 command, this tool follows names to the functions, classes, methods and constants that have them, and on to what these
 use. A result is stale if one of them differs between HEAD and its commit. Comments, docstrings, formatting, and moves
-to another file do not count; neither do backends of the other type of device, and the code for Hugging Face models in a
-program that patches none. More is reached than runs, because a name stands for all that have it. A run of the tests
-reaches the whole package.
+to another file do not count; neither do backends of the other type of device, the code for Hugging Face models in a
+program that patches none, and the code for several ranks in a program that divides no batch. More is reached than runs,
+because a name stands for all that have it. A run of the tests reaches the whole package.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ ONLY_ON_GPU = (
     *(f"{KERNELS}{name}" for name in ("backends/flash", "backends/torch_", "measured/", "verified/", "cost_model.py")),
     "nt_attention/graphs/",
 )
-# A figure is that of one rank, and of a model that was checked before.
-NEVER = ("nt_attention/distributed/", "nt_attention/hf/check/", "nt_attention/compat/")
-OF_MODELS, USES_MODELS = "nt_attention/hf/", {"patch", "hf", "estimate", "nt_attention/flash"}
+NEVER = ("nt_attention/hf/check/", "nt_attention/compat/")  # a figure is that of a model that was checked before
+# Names of which a program that uses the folder has one.
+USES = {
+    "nt_attention/hf/": {"patch", "hf", "estimate", "nt_attention/flash"},
+    "nt_attention/distributed/": {"shard"},
+}
 Definitions = dict[tuple[str, str], list[ast.stmt]]  # path and name → the code
 
 
@@ -103,8 +106,8 @@ def reached(root: Path, commit: str, command: str, is_gpu: bool) -> set[tuple[st
     by_name: dict[str, list[tuple[str, str]]] = defaultdict(list)
     found = read(root, commit)
     of_programs = {name for key in found if key[0] in programs for each in found[key] for name in names_in(each)}
-    if of_programs and not of_programs & USES_MODELS:
-        skipped += (OF_MODELS,)
+    if of_programs:
+        skipped += tuple(folder for folder, names in USES.items() if not of_programs & names)
     for path, name in found:
         is_library = path.startswith("nt_attention/") and not path.startswith(("nt_attention/cli/", *skipped))
         if is_library or path in programs or path in SHARED:
