@@ -40,8 +40,10 @@ ONLY_ON_GPU = (
 )
 NEVER = ("nt_attention/hf/check/", "nt_attention/compat/")  # a figure is that of a model that was checked before
 # Names of which a program that uses the folder has one.
+CHANGES_MODELS = {"patch", "estimate"}
 USES = {
-    "nt_attention/hf/": {"patch", "hf", "estimate", "nt_attention/flash"},
+    "nt_attention/hf/": CHANGES_MODELS | {"hf", "nt_attention/flash"},
+    "nt_attention/hf/pack/": CHANGES_MODELS,
     "nt_attention/distributed/": {"shard"},
 }
 Definitions = dict[tuple[str, str], list[ast.stmt]]  # path and name → the code
