@@ -118,6 +118,24 @@ def test_result_is_stale_if_what_it_uses_changed(file, old, new, stale, reposito
         assert f"{int(is_stale)} of 1 results are stale" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("program", "counted"),
+    [
+        ("run()", set()),
+        ("make('nt_attention/flash'); run()", {"hf/route"}),
+        ("nta.patch(model); run()", {"hf/route", "hf/pack"}),
+        ("layout.shard(mesh); run()", {"distributed"}),
+    ],
+)
+def test_folders_count_for_programs_that_use_them(program, counted, repository):
+    root, commit = repository
+    folders = ("hf/route", "hf/pack", "distributed")
+    files = {f"nt_attention/{each}/code.py": f"def run():\n    return {each!r}\n" for each in folders}
+    at = commit({**files, "benchmarks/measure.py": program})
+    found = {code for _, code in STALE["reached"](root, at, "benchmarks/measure.py", True)}
+    assert {each for each in folders if any(repr(each) in code for code in found)} == counted
+
+
 def test_commit_that_is_not_in_the_clone(repository, capsys):
     root, _ = repository
     (root / "benchmarks" / "results" / "a_cpu.md").write_text("`python benchmarks/measure.py`, at commit 0123abc\n")
