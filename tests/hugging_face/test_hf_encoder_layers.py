@@ -5,6 +5,7 @@ The unpatched padded run is the reference, because some feature extractors compu
 
 import copy
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -271,6 +272,36 @@ def test_no_memory_for_the_comparison():
         hook.remove()
         model(**inputs_of(model))
     assert handle.calls == {None: 1}
+
+
+def test_another_thread_calls_the_model_while_a_batch_is_compared():
+    """The comparison records the layers of its own thread alone."""
+    model = make("wav2vec2")
+    compared, other = inputs_of(model), {name: x[::2, :400] for name, x in inputs_of(model).items()}
+    with torch.no_grad():
+        want = [model(**inputs).logits for inputs in (compared, other)]
+        found = []
+        with nta.patch(model, packing="always", on_fallback="raise") as handle:
+            model(**other)  # so that it is not compared again
+
+            def call_in_a_thread(*_):
+                if not found:
+                    hook.remove()  # for the thread; the comparison puts it back
+                    thread = threading.Thread(target=lambda: found.append(run_without_gradients(model, other)))
+                    thread.start()
+                    thread.join()
+
+            hook = model.wav2vec2.encoder.layers[0].register_forward_pre_hook(call_in_a_thread)
+            found.insert(0, model(**compared).logits)
+        assert handle.calls == {None: 3}
+    for logits, expected, inputs in zip(found, want, (compared, other), strict=True):
+        mask = token_mask(model, inputs)
+        torch.testing.assert_close(logits[mask], expected[mask], rtol=1e-4, atol=1e-4)
+
+
+def run_without_gradients(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).logits
 
 
 @pytest.mark.parametrize("packing", ["auto", "always"])

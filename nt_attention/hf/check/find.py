@@ -45,6 +45,7 @@ from .rows import (
     device_of,
     embeddings_of,
     gathered,
+    hooked,
     options_of,
     plain_mode,
     run,
@@ -335,17 +336,15 @@ class _Check:
             return kept[-1].clone()  # the model may change it in place
 
         trained = [x for x in self.base.parameters() if x.requires_grad]
-        hook = embeddings.register_forward_hook(keep)
         try:
             for parameter in trained:
                 parameter.requires_grad_(False)
-            with torch.enable_grad():
+            with torch.enable_grad(), hooked([embeddings], keep):
                 values = self._run(self.rows)
                 own = next((x for x in self.rows.part(values, 1).values() if x.requires_grad), None)
                 if own is not None and kept:
                     own.float().square().sum().backward()  # reentrant checkpoints support no `autograd.grad`
         finally:
-            hook.remove()
             for parameter in trained:
                 parameter.requires_grad_(True)
         gradient = kept[-1].grad if kept else None

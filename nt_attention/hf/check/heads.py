@@ -21,6 +21,7 @@ from ..pack.differences import HEAD
 from ..pack.packing import Packing
 from ..pack.routes import ModelCall, Unpatched
 from .errors import errors_of_tokens, floor_of, is_near_loss, most_rounding, relative_error
+from .rows import hooked
 from .running_again import choose_rows, comparing_model, pick_rows
 
 
@@ -137,11 +138,8 @@ def as_if_packed(base: nn.Module, packing: Packing) -> Iterator[None]:
             return type(out)(**{name: changed(name, x) for name, x in out.items()})
         return tuple(changed(at, x) for at, x in enumerate(out))
 
-    hook = base.register_forward_hook(change)
-    try:
+    with hooked([base], change):
         yield
-    finally:
-        hook.remove()
 
 
 def values_by_name(out: Any, name: str = "") -> dict[str, Tensor]:

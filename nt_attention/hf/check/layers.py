@@ -29,7 +29,7 @@ from .errors import error_of, floor_of
 from .find import MOST_PADDED_CLASSES, why_raised
 from .first_batches import compared_of
 from .later import are_sharded
-from .rows import seed_all, unchanged
+from .rows import hooked, seed_all, unchanged
 from .running_again import choose_rows, comparing, pick_rows
 
 
@@ -205,9 +205,5 @@ def _recorded(model: Any, run: _Run) -> Iterator[None]:
             run.layers.append(first)
             run.packing = run.packing or packing_of(itertools.chain(args, kwargs.values()))
 
-    hooks = [part.register_forward_hook(record, with_kwargs=True) for part in names]
-    try:
+    with hooked(names, record, with_kwargs=True):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -226,12 +227,24 @@ def watching(base: nn.Module, spans: dict[int, slice]) -> Iterator[list[Seen]]:
     def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         seen.append(Seen(len(seen), paths[module], module, of_sequence((args, kwargs)), of_sequence(out)))
 
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in paths if module is not base]
-    try:
+    with hooked([module for module in paths if module is not base], note, with_kwargs=True):
         yield seen
+
+
+@contextmanager
+def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False) -> Iterator[None]:
+    """A context in which modules have a forward hook for the calls of this thread: others may call the model too."""
+    thread = threading.get_ident()
+
+    def in_this_thread(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    handles = [module.register_forward_hook(in_this_thread, with_kwargs=with_kwargs) for module in modules]
+    try:
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
